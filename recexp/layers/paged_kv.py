@@ -1,0 +1,64 @@
+"""History keys and values into a paged table and out of it: plain PyTorch, any device and dtype.
+
+Position p of user b: page `kv_indices[kv_indptr[b] + p // page_size]`, slot `p % page_size` (FlashInfer's NHD layout).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recexp.batch import describe
+from recexp.metadata import KVMetadata
+
+
+def append_kv(table: Tensor, metadata: KVMetadata, k: Tensor, v: Tensor, seq_offsets: Tensor) -> None:
+    """Write the new history's rows of k and v [T, H, d] into table [num_pages, 2, page_size, H, d], in place.
+
+    seq_offsets int32 [B+1]: a user's rows are its new history, then its candidates, which are not written. Tokens that
+    only pad the metadata land in the scratch page. No synchronisation. ValueError, before anything is written, for
+    a table of another shape or dtype than k asks for, and for tensors on different devices.
+    """
+    _check(table, metadata, k, v, seq_offsets)
+    users, position = metadata.batch_indices, metadata.position
+    if not len(users):
+        return
+    token = torch.arange(len(users), device=users.device) - metadata.new_history_offsets[users]
+    rows = (seq_offsets[users] + token).clamp_(max=len(k) - 1)  # tokens that pad may count past the last row
+    page_size = table.shape[2]
+    page = metadata.kv_indices[metadata.kv_indptr[users] + position // page_size]
+    slot = position % page_size
+    table[page, 0, slot] = k[rows]
+    table[page, 1, slot] = v[rows]
+
+
+def gather_kv(table: Tensor, metadata: KVMetadata, user: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [h, H, d] of one user's total history, in order. Unwritten slots are not read.
+
+    Asks the device for the user's length and place: for the reference path and for tests.
+    """
+    start, end = metadata.kv_indptr[user : user + 2].tolist()
+    length = int(metadata.total_history_lengths[user])
+    pages = table[metadata.kv_indices[start:end]]  # [pages, 2, page_size, H, d]
+    keys, values = pages.transpose(0, 1).flatten(1, 2)
+    return keys[:length], values[:length]
+
+
+def _check(table: Tensor, metadata: KVMetadata, k: Tensor, v: Tensor, seq_offsets: Tensor) -> None:
+    if table.ndim != 5 or table.shape[1] != 2 or table.shape[3:] != k.shape[1:] or k.shape != v.shape:
+        raise ValueError(
+            f"the table is {describe(table)}, k {describe(k)} and v {describe(v)}: "
+            "needed are a table [num_pages, 2, page_size, H, d], and k and v [T, H, d]"
+        )
+    if not table.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"the table holds {table.dtype}, k is {k.dtype}, v {v.dtype}: make the cache in the model's dtype"
+        )
+    devices = {"k": k.device, "v": v.device, "seq_offsets": seq_offsets.device, "metadata": metadata.buffer.device}
+    for name, device in devices.items():
+        if device != table.device:
+            raise ValueError(f"{name} is on {device}, the table on {table.device}: send it there first")
+    if len(seq_offsets) != len(metadata.kv_indptr):
+        raise ValueError(
+            f"seq_offsets has {len(seq_offsets)} entries, the metadata's kv_indptr {len(metadata.kv_indptr)}"
+        )
