@@ -1,0 +1,1 @@
+"""Measuring, comparing, recording and drawing: what the notebooks call."""

@@ -1,0 +1,91 @@
+import itertools
+import time
+
+import pytest
+import torch
+
+from recexp.experiments import measure as measuring
+from recexp.experiments.measure import Ceilings, Latency, achieved, ceilings, measure
+
+
+def test_measures_what_a_call_takes() -> None:
+    latency = measure(lambda: time.sleep(0.02), [()], device="cpu", min_runs=5, max_runs=5, max_seconds=0.1)
+    assert 20 <= latency.p10_ms <= latency.p50_ms <= latency.p90_ms
+    assert latency.p10_ms < 200
+    assert latency.host_p50_ms == latency.p50_ms  # on a CPU there is one clock
+    assert latency.peak_memory_bytes is None
+
+
+def test_median_and_spread_are_those_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+    durations = iter([9e-3] + [1e-3] * 10 + [0.001 * n for n in range(1, 12)])  # one first call, two blocks, then 1..11
+
+    def call() -> None:
+        clock[0] += next(durations)
+
+    latency = measure(call, [()], device="cpu", min_runs=11, max_runs=11)
+    assert (latency.p10_ms, latency.p50_ms, latency.p90_ms) == pytest.approx((2, 6, 10))
+    assert latency.count == 11
+
+
+def test_inputs_rotate_and_each_runs_before_the_clock_starts() -> None:
+    seen: list[int] = []
+    measure(seen.append, [(0,), (1,), (2,)], device="cpu", min_runs=6, max_runs=6, max_seconds=0.05)
+    assert seen[:3] == [0, 1, 2]
+    assert all((b - a) % 3 == 1 for a, b in itertools.pairwise(seen))
+
+
+def test_warm_up_goes_on_until_blocks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], [0]
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[0])
+
+    def call() -> None:
+        calls[0] += 1
+        clock[0] += 1e-3 * max(1, 40 - calls[0])  # gets faster for 40 calls
+
+    latency = measure(call, [()], device="cpu", min_runs=5, max_runs=5, max_seconds=10)
+    assert latency.p50_ms == pytest.approx(1)
+
+
+def test_time_limit_holds_after_the_fewest_runs() -> None:
+    begin = time.perf_counter()
+    latency = measure(lambda: time.sleep(0.03), [()], device="cpu", min_runs=3, max_runs=1000, max_seconds=0.05)
+    assert latency.count == 3
+    assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("inputs", "runs", "message"),
+    [([], (1, 2), "at least one tuple"), ([()], (0, 2), "min_runs=0"), ([()], (3, 2), "max_runs=2")],
+)
+def test_refuses(inputs: list[tuple[()]], runs: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure(lambda: None, inputs, device="cpu", min_runs=runs[0], max_runs=runs[1])
+
+
+def test_ceilings_are_measured_once_and_bound_what_is_achieved() -> None:
+    ceiling = ceilings("cpu", torch.float32)
+    assert ceilings(torch.device("cpu"), torch.float32) is ceiling
+    assert 0.001 < ceiling.tflops < 100
+    assert 0.5 < ceiling.gbps < 2000
+
+
+def test_achieved_rates_and_shares() -> None:
+    latency = Latency(1.0, 2.0, 3.0, 10, 2.0, None)  # 2 ms
+    rates = achieved(latency, Ceilings(tflops=4.0, gbps=100.0), flops=2e9, num_bytes=1e8)
+    assert rates == pytest.approx({"tflops": 1.0, "tflops_share": 0.25, "gbps": 50.0, "gbps_share": 0.5})
+    assert achieved(latency, Ceilings(4.0, 100.0), num_bytes=1e8).keys() == {"gbps", "gbps_share"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: times with events, counts memory")
+def test_gpu_times_the_device_and_counts_memory() -> None:
+    inputs = [(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16),) for _ in range(3)]
+    latency = measure(lambda x: x @ x, inputs, device="cuda", max_seconds=0.5)
+    assert latency.peak_memory_bytes is not None
+    assert latency.peak_memory_bytes >= 4 * 4096 * 4096 * 2  # three inputs and a result
+    ceiling = ceilings("cuda", torch.bfloat16)
+    share = achieved(latency, ceiling, flops=2 * 4096**3)["tflops_share"]
+    assert 0.3 < share < 1.2
+    assert latency.host_p50_ms > 0.9 * latency.p10_ms  # awaited, not only queued

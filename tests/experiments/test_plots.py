@@ -1,0 +1,116 @@
+import math
+import sys
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+
+from recexp.experiments.measure import Latency
+from recexp.experiments.plots import Plot, plot_data, plot_error_heatmap, plot_latency, plot_quality, plot_sizes
+from recexp.experiments.record import row, to_frame
+
+PLACE = {"device": "H200", "mode": "eager", "tier": "host", "dtype": "bfloat16"}
+
+
+def texts(figure: Plot) -> str:
+    """Everything that is written in a figure, after drawing it."""
+    figure.savefig("/dev/null", format="png")
+    return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_visible())
+
+
+def points() -> list[dict]:
+    rows = []
+    for backbone, scale in (("hstu", 1.0), ("transformer", 2.0)):
+        for batch in (1, 8, 64):
+            p50 = scale * (0.217 + batch)
+            latency = Latency(0.9 * p50, p50, 1.5 * p50, 40 + batch, p50, 1)
+            rows.append(row("ok", latency=latency, backbone=backbone, batch_size=batch, **PLACE))
+    return rows
+
+
+def test_latency_shows_medians_spread_and_where_it_was_measured() -> None:
+    figure = plot_latency(to_frame(points()), "batch_size", "Latency of a call")
+    text = texts(figure)
+    axes = figure.axes[0]
+    assert axes.get_title().startswith("Latency of a call\nH200, bfloat16, eager, tier host, 41 to 104 runs")
+    assert axes.get_ylabel() == "latency, ms (median, p10 to p90)"
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert [entry.get_text() for entry in axes.get_legend().get_texts()] == ["hstu", "transformer"]
+    assert {"1.22", "2.43", "64.2", "128"} <= set(text.split("\n"))
+    line, _, (bar,) = axes.containers[0]
+    assert line.get_ydata() == pytest.approx([1.217, 8.217, 64.217])
+    assert bar.get_segments()[0][:, 1] == pytest.approx([0.9 * 1.217, 1.5 * 1.217])
+
+
+def test_latency_shows_points_without_a_time_and_their_reason() -> None:
+    refused = [row("refused", reason="no graphs here", backbone="hstu", batch_size=128, **PLACE)]
+    axes = plot_latency(to_frame(points() + refused), "batch_size").axes[0]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "hstu refused: no graphs here" in labels
+    crosses = [line for line in axes.lines if line.get_marker() == "x"]
+    assert [line.get_xdata().tolist() for line in crosses] == [[128]]
+    alone = plot_latency(to_frame(refused), "batch_size")
+    assert "nothing was timed" in texts(alone)
+    assert not alone.axes[0].get_yticks().size
+
+
+def test_latency_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no row has page_size"):
+        plot_latency(to_frame([row("ok", batch_size=1)]), "page_size")
+
+
+def test_error_heatmap_writes_every_cell() -> None:
+    cells = [("0", "proj", 1e-7), ("0", "ffn", 0.0), ("1", "proj", math.inf), ("1", "ffn", math.nan)]
+    cells += [("head", "output", 3.2e-3)]
+    figure = plot_error_heatmap(pd.DataFrame(cells, columns=["layer", "operation", "relative"]))
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.texts] == ["1.0e-07", "0", "inf", "n/a", "3.2e-03"]
+    assert [text.get_position() for text in axes.texts] == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 2)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1", "head"]
+    faces = [matplotlib.colors.to_hex(patch.get_facecolor()) for patch in axes.patches]
+    assert faces[1:4] == ["#ffffff", "#cc0000", "#bbbbbb"]
+    assert faces[0] != faces[4]
+    texts(plot_error_heatmap(pd.DataFrame([("0", "proj", 0.0)], columns=["layer", "operation", "relative"])))
+
+
+def test_quality_bars_carry_their_numbers_and_start_at_chance() -> None:
+    rows = [
+        ("hstu", "AUC", 0.76, 0),
+        ("hstu", "AUC", 0.78, 1),
+        ("item mean", "AUC", 0.738, 0),
+        ("hstu", "NDCG", 0.8, 0),
+    ]
+    figure = plot_quality(pd.DataFrame(rows, columns=["model", "metric", "value", "seed"]), {"AUC": 0.5})
+    text = texts(figure).split("\n")
+    assert {"0.770 (0.760 to 0.780)", "0.738", "0.800", "AUC (bars start at chance, 0.5)", "NDCG"} <= set(text)
+    bars = figure.axes[0].patches
+    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [
+        (0.5, pytest.approx(0.27)),
+        (0.5, pytest.approx(0.238)),
+    ]
+    assert "mean and range of 2 seeds" in figure.get_suptitle()
+
+
+def test_data_counts_users_and_draws_one_request() -> None:
+    example = [("context", "user 7"), ("item", "film 3"), ("action", "5"), ("candidate", "film 8")]
+    figure = plot_data(np.array([20, 40, 737]), np.array([1, 5, 5, 5]), example, "MovieLens-100K")
+    text = texts(figure)
+    for expected in ("3 users, 797 interactions", "median 40, longest 737", "25.0%", "75.0%", "film 3", "film 8"):
+        assert expected in text
+    assert len(figure.axes[2].patches) == len(example)
+
+
+def test_sizes_write_the_numbers() -> None:
+    frame = pd.DataFrame(
+        {"model": ["hstu", "other"], "parameters": [412_345, 2_500_000], "KV, bytes per token": [1024, 2048]}
+    )
+    text = texts(plot_sizes(frame)).split("\n")
+    assert {"412,345", "2.50 M", "1,024", "2,048", "KV, bytes per token", "hstu", "other"} <= set(text)
+
+
+def test_figures_are_shown_without_pyplot() -> None:
+    figure = plot_sizes(pd.DataFrame({"model": ["a"], "parameters": [1]}))
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    if "matplotlib.pyplot" in sys.modules:
+        assert sys.modules["matplotlib.pyplot"].get_fignums() == []
