@@ -211,3 +211,18 @@ def _plain(axis: Axis) -> None:
 def _cell(axes: Axes, x: int, y: int, face: str, text: str, ink: str = "black") -> None:
     axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=face, edgecolor="white"))
     axes.text(x, y, text, ha="center", va="center", fontsize=7, color=ink)
+
+
+def plot_training(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> Plot:
+    """Validation AUC of the averaged weights against training steps, a line a model; the kept weights are marked."""
+    figure = Plot(8, 3.5)
+    axes = figure.subplots()
+    for i, (name, history) in enumerate(histories.items()):
+        steps, scores = [h["step"] for h in history], [h["validation_auc"] for h in history]
+        best = int(np.argmax(scores))
+        axes.plot(steps, scores, color=PALETTE[i], label=f"{name}: kept {scores[best]:.4f} at step {steps[best]:g}")
+        axes.plot(steps[best], scores[best], "o", color=PALETTE[i])
+    axes.set(xlabel="training steps", ylabel="validation AUC, first task")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure

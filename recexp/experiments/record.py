@@ -20,6 +20,7 @@ import yaml
 from matplotlib.figure import Figure
 from pydantic import BaseModel
 
+from recexp.devices import cpu_name
 from recexp.experiments.measure import Latency
 from recexp.registry import nearest
 
@@ -191,15 +192,13 @@ def environment() -> dict[str, Any]:
     threads, versions, git revision and whether the tree was clean (of the checkout recexp runs from, if it does)."""
     fields = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
     cards = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     git = ("git", "-C", str(Path(__file__).parent))
     ours = _output(*git, "rev-parse", "--show-prefix") == "recexp/experiments/"
     changes = _output(*git, "status", "--porcelain") if ours else None
     packages = ("recexp", "torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "pandas")
     return {
         "gpus": [dict(zip(fields.split(","), line.split(", "), strict=False)) for line in (cards or "").splitlines()],
-        "cpu": model.group(1) if model else platform.processor() or None,
+        "cpu": cpu_name(),
         "num_threads": torch.get_num_threads(),
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -1,0 +1,5 @@
+"""``python -m recexp``: the command line."""
+
+from recexp.cli import main
+
+main()

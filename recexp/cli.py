@@ -1,0 +1,114 @@
+"""The command line: ``recexp …``. Exit code 2 for bad input, 1 for a failed run, 130 for Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recexp import __version__
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Inference experiments on generative recommenders.")
+data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
+app.add_typer(data_app, name="data")
+
+Overrides = Annotated[
+    list[str], typer.Option("--set", help="Override a value: --set models.hstu.num_layers=4", metavar="A.B=C")
+]
+Results = Annotated[Path, typer.Option("--results", help="Folder for results.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"recexp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False) -> None:
+    pass
+
+
+@app.command("list")
+def list_names(
+    configs: Annotated[Path, typer.Option(help="Folder with experiments/*.yaml.")] = Path("configs"),
+) -> None:
+    """Experiments, backbones and attention backends."""
+    from recexp.layers import attention_backends, backbones
+
+    print("experiments:")
+    for path in sorted((configs / "experiments").glob("*.yaml")):
+        print(f"  {path}")
+    print("backbones:", ", ".join(backbones))
+    print("attention backends:", ", ".join(attention_backends))
+
+
+@app.command()
+def devices() -> None:
+    """This machine, and what each attention backend says to it (yes, or why not)."""
+    from recexp.devices import all_devices, describe_device
+    from recexp.experiments.survey import survey_backends
+
+    for device in all_devices():
+        print(describe_device(device))
+        print(survey_backends(device).to_string(index=False), end="\n\n")
+
+
+@data_app.command()
+def fetch(
+    dataset: Annotated[str, typer.Argument(help="ml-100k")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A local copy: u.data, ml-100k.inter, or their folder.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Fetch a data set into the cache, its hash checked; once there, nothing is fetched again."""
+    from recexp.config import cache_dir
+    from recexp.data.fetch import fetch_ml100k
+
+    if dataset != "ml-100k":
+        raise ValueError(
+            f"data set {dataset!r} cannot be fetched; known: ml-100k (use dataset: movielens for a folder of your own)"
+        )
+    print(f"ml-100k is in {fetch_ml100k(cache_dir() / 'data', source, quiet)}")
+
+
+@app.command()
+def run(config: Path, overrides: Overrides = [], results: Results = Path("results"), quiet: Quiet = False) -> None:  # noqa: B006
+    """Execute an experiment's notebook into RESULTS/<experiment>/<run>/ and make its report."""
+    from recexp.experiments.run import run_experiment
+
+    run_experiment(config, overrides, results, quiet)
+
+
+@app.command()
+def seeds(
+    config: Path,
+    overrides: Overrides = [],  # noqa: B006
+    number: Annotated[int, typer.Option("--seeds", min=1)] = 3,
+    results: Results = Path("results"),
+    quiet: Quiet = False,
+) -> None:
+    """Train every model of an experiment with several seeds and write their quality beside the baselines."""
+    from recexp.experiments.quality import seed_table
+
+    seed_table(config, overrides, number, results, quiet)
+
+
+def main() -> None:
+    """Entry point: errors become one line and an exit code."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"recexp: {error}", file=sys.stderr)
+        sys.exit(2)
+    except (RuntimeError, OSError) as error:
+        print(f"recexp: failed: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

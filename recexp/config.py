@@ -1,0 +1,291 @@
+"""Pydantic models of every YAML file: model, data, training, measurement, experiment.
+
+An unknown key is an error that names the nearest known one; an impossible value is an error that names the limit.
+``load_config`` reads one file of any kind (its ``kind`` key says which), follows paths to other files, and applies
+``a.b=c`` overrides; ``to_yaml`` writes the resolved configuration back, defaults included, because defaults drift.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from recexp.registry import nearest
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def cache_dir() -> Path:
+    """Where data and trained checkpoints are kept: $RECEXP_CACHE, else $XDG_CACHE_HOME/recexp, else ~/.cache/recexp."""
+    if home := os.environ.get("RECEXP_CACHE"):
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recexp"
+
+
+class Strict(BaseModel):
+    """Base of all configurations: frozen, defaults validated, unknown keys refused with the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for key in values:
+                if key not in cls.model_fields:
+                    raise ValueError(f"unknown key {key!r}; {nearest(str(key), list(cls.model_fields))}")
+        return values
+
+    def to_yaml(self) -> str:
+        """The configuration with every default written out; ``load_config`` reads it back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+class ModelConfig(Strict):
+    """A ranking model: embedding tables, sequence stage, a stack of backbone layers, a multi-task head.
+
+    ``num_positions`` and ``window_hop`` are filled in when absent, so that a saved configuration is complete.
+    """
+
+    kind: Literal["model"] = "model"
+    backbone: str = "hstu"
+    num_items: Count
+    num_actions: Count = 6
+    context: dict[str, Count] = {}  # feature name -> number of ids; "user_id" reads the batch's user ids
+    embedding_size: Count | None = (
+        None  # width of item and context tables; another width than hidden_size needs mlp_size
+    )
+    mlp_size: Count | None = None  # hidden width of the item and context MLPs; None: no projection
+    hidden_size: Count = 64
+    num_layers: Count = 2
+    num_heads: Count = 2
+    head_dim: Count = 32
+    ffn_size: Count | None = None  # Transformer only; None: 4 * hidden_size
+    residual: bool = True
+    scaling_seqlen: float = Field(20.0, gt=0)  # N of SiLU attention, the same on every path
+    max_history_pairs: Count = 100
+    window_hop: Count | None = None  # pairs by which the window of a long history moves; None: a quarter of the maximum
+    max_candidates: Count = 256
+    num_positions: Count | None = None  # rows of the position table; None: maximum history tokens + 1
+    num_tasks: Count = 2
+    head_sizes: list[Count] = [64]
+    dropout: Fraction = 0.0  # on embeddings, in layers and in the head, while training
+    item_id_dropout: Fraction = 0.0  # whole item embeddings dropped while training, so that ids alone do not overfit
+    embedding_std: float = Field(0.02, gt=0)
+    attention_backend: str = "padded"
+    seed: int = Field(0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_derived(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        values = dict(values)
+        pairs = values.get("max_history_pairs", cls.model_fields["max_history_pairs"].default)
+        if isinstance(pairs, int) and values.get("window_hop") is None:
+            values["window_hop"] = max(1, pairs // 4)
+        if isinstance(pairs, int) and values.get("num_positions") is None:
+            values["num_positions"] = max(1, len(values.get("context") or {}) + 2 * pairs + 1)
+        return values
+
+    @model_validator(mode="after")
+    def _possible(self) -> ModelConfig:
+        if (self.num_positions or 0) < self.max_history_tokens + 1:
+            raise ValueError(
+                f"num_positions {self.num_positions} is below {self.max_history_tokens + 1}: the maximum history of "
+                f"{self.max_history_tokens} tokens ({len(self.context)} context + 2 x {self.max_history_pairs} pairs) "
+                "and one row for candidates; raise num_positions or lower max_history_pairs"
+            )
+        if (self.window_hop or 1) > self.max_history_pairs:
+            raise ValueError(
+                f"window_hop {self.window_hop} exceeds max_history_pairs {self.max_history_pairs}; lower window_hop"
+            )
+        if self.embedding_size not in (None, self.hidden_size) and self.mlp_size is None:
+            raise ValueError(
+                f"embedding_size {self.embedding_size} differs from hidden_size {self.hidden_size}, and no MLP "
+                "projects it; set mlp_size or leave embedding_size out"
+            )
+        return self
+
+    @property
+    def max_history_tokens(self) -> int:
+        """Context tokens and two tokens a pair: the longest history of one user."""
+        return len(self.context) + 2 * self.max_history_pairs
+
+
+class TaskConfig(Strict):
+    """A binary task on a candidate's action: ``threshold``: at least ``value``; ``bit``: that bit of the id is set."""
+
+    name: str
+    kind: Literal["threshold", "bit"] = "threshold"
+    value: int = Field(ge=0)
+
+
+class SyntheticConfig(Strict):
+    """Seeded made-up interactions: history lengths by quantiles, item popularity by Zipf's law."""
+
+    num_users: Count = 200
+    num_items: Count = 500
+    num_actions: int = Field(6, ge=2)
+    length_quantiles: list[Count] = [10, 30, 60, 120, 300]  # evenly spaced quantiles, minimum and maximum included
+    zipf_exponent: float = Field(1.0, ge=0)
+    seed: int = Field(0, ge=0)
+
+
+class DataConfig(Strict):
+    """Which interactions, and how they become requests with labels."""
+
+    kind: Literal["data"] = "data"
+    dataset: Literal["ml-100k", "movielens", "synthetic"] = "ml-100k"
+    folder: Path | None = None  # of "movielens": a folder in one of its official layouts
+    protocol: Literal["leave_last", "global_time"] = "leave_last"
+    max_candidates: Count = 10
+    tasks: list[TaskConfig] = [TaskConfig(name="rating >= 4", value=4), TaskConfig(name="rating = 5", value=5)]
+    synthetic: SyntheticConfig = SyntheticConfig()
+
+    @model_validator(mode="after")
+    def _folder_given(self) -> DataConfig:
+        if self.dataset == "movielens" and self.folder is None:
+            raise ValueError(
+                "dataset 'movielens' needs folder: the folder that holds ratings.csv, ratings.dat or u.data"
+            )
+        if not self.tasks:
+            raise ValueError("tasks is empty; name at least one, such as {name: liked, kind: threshold, value: 4}")
+        return self
+
+
+class TrainingConfig(Strict):
+    """The small trainer of ``recexp.train``."""
+
+    kind: Literal["training"] = "training"
+    num_steps: Count = 1500
+    users_per_batch: Count = 16
+    learning_rate: float = Field(3e-3, gt=0)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.98)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_fraction: Fraction = 0.05
+    gradient_clip: float = Field(1.0, gt=0)
+    averaging: Fraction = 0.99  # decay of the exponential average of the weights, which is what is evaluated and kept
+    evaluate_every: Count = 100  # steps between validations; the best averaged weights are kept
+    patience: Count = 5  # validations without a better one before training stops
+    max_candidates: Count = 10  # candidates behind each random window
+    seed: int = Field(0, ge=0)
+
+
+class MeasureConfig(Strict):
+    """What ``compare_backbones`` measures, and how long it may take."""
+
+    batch_sizes: list[Count] = [1, 4, 16]
+    history_pairs: list[Count] = [10, 25, 50, 100]
+    num_candidates: Count = 10
+    dtypes: list[Literal["float64", "float32", "bfloat16", "float16"]] = ["float64", "float32", "bfloat16"]
+    min_runs: Count = 10
+    max_runs: Count = 50
+    max_seconds: float = Field(1.0, gt=0)  # per point
+    precision_requests: Count = 1000  # test requests on which dtypes are compared
+
+    @model_validator(mode="after")
+    def _runs_ordered(self) -> MeasureConfig:
+        if self.min_runs > self.max_runs:
+            raise ValueError(
+                f"min_runs {self.min_runs} exceeds max_runs {self.max_runs}; lower min_runs or raise max_runs"
+            )
+        return self
+
+
+class ExperimentConfig(Strict):
+    """One experiment: its notebook, and everything the notebook needs."""
+
+    kind: Literal["experiment"] = "experiment"
+    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    notebook: Path  # relative to the nearest folder above the configuration that holds it
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    data: DataConfig = DataConfig()
+    models: dict[str, ModelConfig]
+    training: TrainingConfig = TrainingConfig()
+    measure: MeasureConfig = MeasureConfig()
+
+
+KINDS: dict[str, type[Strict]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "experiment": ExperimentConfig,
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        folder = path.parent
+        there = sorted(p.name for p in folder.glob("*.yaml")) if folder.is_dir() else []
+        raise ValueError(
+            f"no configuration file {path}; " + (nearest(path.name, there) if there else f"no .yaml file in {folder}")
+        )
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a mapping; write 'key: value' lines")
+    return content
+
+
+def _follow(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Replace paths of an experiment (models, data, training) by what the files hold."""
+    values = dict(values)
+    for key in ("data", "training"):
+        if isinstance(values.get(key), str):
+            values[key] = _read(folder / values[key])
+    if isinstance(models := values.get("models"), dict):
+        values["models"] = {n: _read(folder / m) if isinstance(m, str) else m for n, m in models.items()}
+    return values
+
+
+def _override(values: dict[str, Any], assignment: str) -> None:
+    path, equals, text = assignment.partition("=")
+    if not equals or not path.strip():
+        raise ValueError(f"override {assignment!r} is not of the form key.subkey=value")
+    *parents, last = path.strip().split(".")
+    for depth, key in enumerate(parents):
+        values = values.setdefault(key, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"override {assignment!r}: {'.'.join(parents[: depth + 1])} is not a mapping")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {assignment!r}: {text!r} is not a YAML value") from error
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Any:
+    """Read a configuration of any kind, with overrides like ``models.hstu.hidden_size=128`` (values are YAML).
+
+    Returns a ModelConfig, DataConfig, TrainingConfig or ExperimentConfig, by the file's ``kind``.
+    Raises ValueError: no such file, not a mapping, unknown kind or key (with the nearest known one), impossible value.
+    """
+    path = Path(path)
+    values = _read(path)
+    kind = values.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"{path}: kind {kind!r}; " + nearest(str(kind), list(KINDS)))
+    values = _follow(values, path.parent)
+    for assignment in overrides:
+        _override(values, assignment)
+    try:
+        return KINDS[kind].model_validate(values)
+    except ValidationError as error:
+        lines = (
+            f"  {'.'.join(map(str, e['loc'])) or kind}: {e['msg'].removeprefix('Value error, ')}{_given(e)}"
+            for e in error.errors()
+        )
+        raise ValueError(f"{path}:\n" + "\n".join(lines)) from error
+
+
+def _given(error: Any) -> str:
+    """The value at fault, for the errors whose own text does not hold it."""
+    return "" if error["type"] in ("value_error", "missing") else f" (got {error['input']!r})"

@@ -1,0 +1,162 @@
+"""The ranking model: embeddings → sequence stage → backbone → head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from recexp import checkpoint, devices
+from recexp.batch import SequenceBatch, offsets
+from recexp.cache import PagedKVCache
+from recexp.config import ModelConfig
+from recexp.layers import Backbone, attention_backends, backbones
+from recexp.layers.head import Head
+from recexp.layers.sequence import SequenceStage, context_ids, history_ids, token_layout
+
+
+class RankingModel(nn.Module):
+    """Scores the candidates of each request, one logit a task.
+
+    Weights are drawn on the CPU in float32 from ``config.seed``, so every device and dtype starts from the same ones.
+    Raises ValueError for an unknown backbone or attention backend, and for CUDA where there is none.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        backbones[config.backbone], attention_backends[config.attention_backend]  # refuse unknown names before any work
+        device = devices.resolve(str(device or "cpu"))
+        self.config = config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.sequence = SequenceStage(config)
+            self.backbone = Backbone(config)
+            self.head = Head(config)
+        self.cache: PagedKVCache | None = None
+        self.to(device=device, dtype=dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.sequence.item_embedding.weight.device
+
+    def check(self, batch: SequenceBatch) -> None:
+        """Raise ValueError, naming row, value and limit, for ids outside the tables or too many candidates."""
+        config = self.config
+        if (over := (batch.num_candidates > config.max_candidates).nonzero()).numel():
+            row = int(over[0])
+            raise ValueError(
+                f"row {row} has {int(batch.num_candidates[row])} candidates; the model's max_candidates is "
+                f"{config.max_candidates}: split the request or raise max_candidates"
+            )
+        rows = offsets(torch.ones(batch.batch_size, dtype=torch.int64))
+        pairs, candidates = offsets(batch.num_pairs), offsets(batch.num_candidates)
+        _check_range("item_ids", batch.item_ids, config.num_items, "num_items", pairs)
+        _check_range("candidate_ids", batch.candidate_ids, config.num_items, "num_items", candidates)
+        _check_range("action_ids", batch.action_ids, config.num_actions, "num_actions", pairs)
+        for feature, num in config.context.items():
+            _check_range(f"context feature {feature!r}", context_ids(batch, feature), num, f"context.{feature}", rows)
+
+    def forward(self, batch: SequenceBatch, rows: Literal["candidates", "items"] = "candidates") -> Tensor:
+        """Logits [N, num_tasks]: of the candidates, or of every item token, history first, user after user.
+
+        An item token of the history comes before its action and sees none of it, so its row is what the row of the
+        first candidate would be. Histories longer than the maximum are cut to their window first.
+        """
+        self.check(batch)
+        batch = batch.windowed(self.config.max_history_pairs, self.config.window_hop or 1)
+        layout = token_layout(batch, len(self.config.context))
+        tokens = self.sequence(batch.to(self.device), layout)
+        x = self.backbone(tokens)
+        return self.head(x[_index(layout.is_candidate if rows == "candidates" else layout.is_item, x.device)])
+
+    def predict(self, batch: SequenceBatch) -> Tensor:
+        """Logits [sum(num_candidates), num_tasks], in the batch's order, without gradients or dropout."""
+        with evaluating(self):
+            return self(batch)
+
+    def make_cache(self, *, num_pages: int, page_size: int, **options: Any) -> PagedKVCache:
+        """Give the model an empty paged KV cache (see PagedKVCache for the options) for ``predict_cached``; returns it."""
+        config, weight = self.config, self.sequence.item_embedding.weight
+        self.cache = PagedKVCache(
+            num_layers=config.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            dtype=weight.dtype,
+            max_history_length=config.max_history_tokens,
+            device=weight.device,
+            **options,
+        )
+        return self.cache
+
+    def predict_cached(self, batch: SequenceBatch, user_ids: Tensor | None = None) -> Tensor:
+        """``predict`` that computes only what the model's cache does not hold; afterwards it holds these histories.
+
+        user_ids: integers [B] the cache knows the users by, batch.user_ids unless given; each at most once. Ids of the
+        batch are best on the CPU, where they are compared with what is cached. Changed weights empty the cache, except
+        changes through ``.data``, which PyTorch does not count: call ``cache.clear()`` after those.
+        Raises, with the cache unchanged, ValueError for bad input and OutOfPages for a batch the cache cannot hold.
+        """
+        if self.cache is None:
+            raise ValueError("the model has no cache; call make_cache(num_pages=..., page_size=...) first")
+        num_context = len(self.config.context)
+        with evaluating(self):
+            self.check(batch)
+            batch = batch.windowed(self.config.max_history_pairs, self.config.window_hop or 1)
+            users = (batch.user_ids if user_ids is None else user_ids).tolist()
+            version = tuple((p.data_ptr(), p._version) for p in self.parameters())
+            history = history_ids(batch, list(self.config.context))
+            with self.cache.request(users, history, weights_version=version) as plan:
+                layout = token_layout(batch, num_context, plan.reused)
+                metadata = plan.metadata(layout.num_candidates).to(self.device)
+                tokens = self.sequence(batch.to(self.device), layout)
+                x = self.backbone(tokens, self.cache.tables, metadata, plan.wait)
+                return self.head(x[_index(layout.is_candidate, x.device)])
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> RankingModel:
+        """A model from a checkpoint folder; see ``recexp.checkpoint``."""
+        model = cls(checkpoint.load_config_of(folder), device, dtype)
+        checkpoint.load_weights(model, folder)
+        return model
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the weights and the configuration to a checkpoint folder; returns the weights' path."""
+        return checkpoint.save(self, self.config, folder)
+
+
+def _index(mask: NDArray[np.bool_], device: torch.device) -> Tensor:
+    """Row numbers of a host mask, on the device."""
+    return torch.from_numpy(np.flatnonzero(mask)).to(device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inference mode, dropout off; the model's own mode comes back afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _check_range(name: str, ids: Tensor, limit: int, limit_name: str, row_offsets: Tensor) -> None:
+    wrong = (ids < 0) | (ids >= limit)
+    if not bool(wrong.any()):
+        return
+    index = int(wrong.nonzero()[0])
+    row = int(torch.searchsorted(row_offsets, index, right=True)) - 1
+    raise ValueError(f"{name} of row {row} holds {int(ids[index])}; {limit_name} is {limit}: ids are 0 to {limit - 1}")

@@ -1,0 +1,178 @@
+"""A small trainer, for checkpoints that mean something.
+
+One random window a user and epoch: a prefix of the user's training interactions as history, the next few as candidates.
+The loss is binary cross-entropy on every item token, history and candidates alike: an item comes before its action, so
+its row sees no label. Trained checkpoints are kept by the hash of everything they came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm.auto import tqdm
+
+from recexp import __version__
+from recexp.batch import SequenceBatch
+from recexp.checkpoint import WEIGHTS
+from recexp.config import DataConfig, ModelConfig, TaskConfig, TrainingConfig, cache_dir
+from recexp.data.interactions import Interactions
+from recexp.data.metrics import ranking_metrics
+from recexp.data.requests import Requests, Splits, candidate_rows, labels, make_batch
+from recexp.model import RankingModel
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, where its checkpoint lies, and the validation AUC (first task) after each evaluation."""
+
+    model: RankingModel
+    folder: Path
+    history: list[dict[str, float]]
+
+
+def predict_requests(
+    model: RankingModel, interactions: Interactions, requests: Requests, batch_size: int = 64
+) -> np.ndarray:
+    """Logits [sum(candidates), num_tasks] of all requests, in order; computed by history length, to pad little."""
+    order = np.argsort(requests.split, kind="stable")
+    scores: list[np.ndarray] = [np.empty(0)] * len(order)
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        batch, _ = make_batch(interactions, requests.select(rows))
+        parts = model.predict(batch).double().cpu().split(batch.num_candidates.tolist())
+        for row, part in zip(rows, parts, strict=True):
+            scores[row] = part.numpy()
+    return np.concatenate(scores)
+
+
+def evaluate(
+    model: RankingModel, tasks: Sequence[TaskConfig], interactions: Interactions, requests: Requests
+) -> list[dict[str, float]]:
+    """``ranking_metrics`` of the model's logits, one dictionary a task."""
+    scores = predict_requests(model, interactions, requests)
+    wanted = labels(interactions.action_ids[candidate_rows(interactions, requests)], tasks, interactions.action_values)
+    users = requests.candidate_users
+    return [ranking_metrics(scores[:, t], wanted[:, t], users) for t in range(len(tasks))]
+
+
+def train(
+    config: ModelConfig,
+    data: DataConfig,
+    training: TrainingConfig,
+    interactions: Interactions,
+    splits: Splits,
+    *,
+    device: str = "cpu",
+    quiet: bool = False,
+) -> Trained:
+    """Train a model, or take the checkpoint of an earlier training of the very same configuration, data and version.
+
+    The best averaged weights by validation AUC of the first task are kept.
+    """
+    identity = [config, data, training]
+    text = json.dumps(
+        [__version__, interactions.fingerprint, *(part.model_dump(mode="json") for part in identity)], sort_keys=True
+    )
+    folder = cache_dir() / "checkpoints" / f"{config.backbone}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    history_file = folder / "training.json"
+    if (folder / WEIGHTS).is_file() and history_file.is_file():
+        return Trained(RankingModel.load(folder, device), folder, json.loads(history_file.read_text()))
+    model = RankingModel(config, device)
+    history = _fit(model, data.tasks, training, interactions, splits, quiet)
+    folder.mkdir(parents=True, exist_ok=True)
+    history_file.write_text(json.dumps(history))
+    model.save(folder)
+    return Trained(model, folder, history)
+
+
+def _fit(
+    model: RankingModel,
+    tasks: list[TaskConfig],
+    training: TrainingConfig,
+    interactions: Interactions,
+    splits: Splits,
+    quiet: bool,
+) -> list[dict[str, float]]:
+    """Train in place; the model ends with its best averaged weights."""
+    torch.manual_seed(training.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
+    )
+    warmup = max(1, math.ceil(training.warmup_fraction * training.num_steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / warmup, (training.num_steps - step) / max(1, training.num_steps - warmup)),
+    )
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
+    averaged = cast(RankingModel, average.module)
+    full_batch = training.users_per_batch * model.config.max_history_pairs * len(tasks)
+    best, best_weights, waited, history = -math.inf, None, 0, []
+    batches = _windows(interactions, splits.train_end, training)
+    with tqdm(total=training.num_steps, desc=f"train {model.config.backbone}", disable=quiet, unit="step") as bar:
+        for step in range(1, training.num_steps + 1):
+            model.train()
+            batch, actions = next(batches)
+            batch = batch.windowed(model.config.max_history_pairs, model.config.window_hop or 1)
+            logits = model(batch, rows="items")
+            wanted = torch.from_numpy(labels(_item_actions(batch, actions), tasks, interactions.action_values)).to(
+                logits.device
+            )
+            # A fixed divisor, so that every item token weighs the same, whatever batch it is in: the mean over a batch
+            # would favour users with short histories, who share batches.
+            loss = binary_cross_entropy_with_logits(logits, wanted, reduction="sum") / full_batch
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
+            optimizer.step()
+            schedule.step()
+            average.update_parameters(model)
+            bar.update()
+            if step % training.evaluate_every and step != training.num_steps:
+                continue
+            score = evaluate(averaged, tasks[:1], interactions, splits.validation)[0]["auc"]
+            history.append({"step": step, "loss": loss.item(), "validation_auc": score})
+            bar.set_postfix(loss=f"{loss.item():.3f}", validation_auc=f"{score:.4f}")
+            if score > best or best_weights is None:
+                best, waited = score, 0
+                best_weights = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
+            else:
+                waited += 1
+                if waited >= training.patience:
+                    break
+    model.load_state_dict(best_weights or {})
+    model.eval()
+    return history
+
+
+def _windows(
+    interactions: Interactions, train_end: np.ndarray, training: TrainingConfig
+) -> Iterator[tuple[SequenceBatch, np.ndarray]]:
+    """Endless batches of random windows; users of similar history lengths together, batches in random order."""
+    generator = np.random.default_rng(training.seed)
+    users = np.flatnonzero(train_end >= 2)
+    while True:
+        cut = generator.integers(1, train_end[users])  # history of 1 … n − 1 interactions
+        end = np.minimum(cut + training.max_candidates, train_end[users])
+        order = np.argsort(cut, kind="stable")
+        starts = np.arange(0, len(order), training.users_per_batch)
+        for start in generator.permutation(starts):
+            rows = order[start : start + training.users_per_batch]
+            yield make_batch(interactions, Requests(users[rows], cut[rows], end[rows]))
+
+
+def _item_actions(batch: SequenceBatch, candidate_actions: np.ndarray) -> np.ndarray:
+    """Actions of every item token, in the order of ``forward(rows="items")``: each user's history, then candidates."""
+    rows = np.arange(batch.batch_size)
+    user = np.concatenate([rows.repeat(batch.num_pairs.numpy()), rows.repeat(batch.num_candidates.numpy())])
+    actions = np.concatenate([batch.action_ids.cpu().numpy(), candidate_actions])
+    return actions[np.argsort(user, kind="stable")]

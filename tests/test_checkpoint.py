@@ -1,0 +1,69 @@
+"""Own checkpoints: bit-exact round trips; every mismatch listed in one error; the model keeps its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recexp import RankingModel, SequenceBatch
+from recexp.checkpoint import load_weights
+from recexp.config import ModelConfig
+
+BATCH = SequenceBatch.from_lists([0], [[1, 2]], [[1, 2]], [[3, 4]])
+
+
+def model(**changes: object) -> RankingModel:
+    return RankingModel(ModelConfig.model_validate({"num_items": 20, "max_history_pairs": 5} | changes))
+
+
+@pytest.mark.parametrize("backbone", ["hstu", "transformer"])
+def test_round_trip_is_bit_exact(backbone: str, tmp_path: Path) -> None:
+    saved = model(backbone=backbone, seed=5)
+    saved.save(tmp_path)
+    loaded = RankingModel.load(tmp_path)
+    assert loaded.config == saved.config
+    assert torch.equal(loaded.predict(BATCH), saved.predict(BATCH))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "model.safetensors"]
+
+
+def test_every_mismatch_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+    model(num_heads=4, num_layers=1).save(tmp_path)
+    target = model()
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with pytest.raises(ValueError) as error:
+        load_weights(target, tmp_path)
+    text = str(error.value)
+    assert "backbone.layers.0.uvqk.weight is [512, 64], the model's is [256, 64]" in text
+    assert "missing backbone.layers.1.uvqk.weight" in text
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+def test_the_other_backbone_is_refused_with_near_names(tmp_path: Path) -> None:
+    model(backbone="transformer").save(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"unknown backbone.layers.0.qkv.weight; did you mean 'backbone.layers.0.uvqk.weight'"
+    ):
+        load_weights(model(), tmp_path)
+
+
+def test_absent_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        RankingModel.load(tmp_path)
+    path = model().save(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        RankingModel.load(tmp_path)
+
+
+def test_a_failed_save_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model().save(tmp_path)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("recexp.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        model(hidden_size=32).save(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
