@@ -107,36 +107,13 @@ run.figure(plots.plot_sizes(size, "What each model costs"), "sizes")
 # %%
 latency = backbones.latencies(models, interactions, experiment.measure, quiet)
 run.save(latency)
-batch_sizes, pairs = experiment.measure.batch_sizes, experiment.measure.history_pairs
-display(
-    run.figure(
-        plots.plot_latency(latency[latency["history_pairs"] == max(pairs)], "batch_size", "Latency against batch size"),
-        "latency_batch",
-    )
-)
-display(
-    run.figure(
-        plots.plot_latency(
-            latency[latency["batch_size"] == max(batch_sizes)], "history_pairs", "Latency against history length"
-        ),
-        "latency_history",
-    )
-)
-latency[
-    [
-        "backbone",
-        "batch_size",
-        "history_pairs",
-        "status",
-        "p10_ms",
-        "p50_ms",
-        "p90_ms",
-        "count",
-        "tflops",
-        "tflops_share",
-        "error",
-    ]
-]
+largest = latency[latency["batch_size"] == latency["batch_size"].max()]
+longest = latency[latency["history_pairs"] == latency["history_pairs"].max()]
+display(run.figure(plots.plot_latency(longest, "batch_size", "Latency against batch size"), "latency_batch"))
+display(run.figure(plots.plot_latency(largest, "history_pairs", "Latency against history length"), "latency_history"))
+numbers = ["p10_ms", "p50_ms", "p90_ms", "tflops_share"]
+columns = ["backbone", "batch_size", "history_pairs", "status", *numbers, "count", "error"]
+latency[columns].style.format(precision=3, na_rep="–", subset=numbers).format("{:.1e}", subset="error")
 
 # %% [markdown]
 # ## Where the numbers differ
@@ -151,7 +128,9 @@ precision, differences = backbones.precision(
 )
 run.save(precision, "precision")
 run.save(differences, "differences")
-precision
+precision.style.format("{:.1e}", subset=["relative error of logits", "AUC change"]).format(
+    precision=4, subset=["Kendall tau", "top-3 overlap"]
+)
 
 # %%
 for (name, dtype), frame in differences.groupby(["model", "dtype"], sort=False):
@@ -165,7 +144,7 @@ for (name, dtype), frame in differences.groupby(["model", "dtype"], sort=False):
 # %%
 table, sentences = backbones.summarise(scores, latency, size)
 run.save(table.reset_index(), "summary")
-display(table.round(4), Markdown(" ".join(sentences)))
+display(table.style.format(precision=4, na_rep="–"), Markdown(" ".join(sentences)))
 
 # %%
-run.finish()
+_ = run.finish()

@@ -29,7 +29,8 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (SM{major}{minor})"
-    return f"CPU ({cpu_name()}, {torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"CPU ({cpu_name()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
 def cpu_name() -> str:

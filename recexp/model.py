@@ -83,7 +83,7 @@ class RankingModel(nn.Module):
             return self(batch)
 
     def make_cache(self, *, num_pages: int, page_size: int, **options: Any) -> PagedKVCache:
-        """Give the model an empty paged KV cache (see PagedKVCache for the options) for ``predict_cached``; returns it."""
+        """Give the model an empty paged KV cache, for ``predict_cached``; options are PagedKVCache's. Returns it."""
         config, weight = self.config, self.sequence.item_embedding.weight
         self.cache = PagedKVCache(
             num_layers=config.num_layers,

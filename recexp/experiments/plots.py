@@ -41,8 +41,8 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency") -> Plot:
     if frame.empty:
         raise ValueError(f"nothing to draw: no row has {x} and either a time or a reason for none")
     used = [name for name in SERIES if name in frame and name != x and frame[name].notna().any()]
-    varying = [name for name in used if frame[name].nunique(dropna=False) > 1]
-    fixed = {name: frame[name].iloc[0] for name in used if name not in varying}
+    varying = [name for name in used if frame.groupby(x)[name].nunique(dropna=False).max() > 1]
+    fixed = {name: frame[name].iloc[0] for name in used if frame[name].nunique(dropna=False) == 1}  # not what x decides
     figure = Plot(8, 5)
     axes = figure.subplots()
     groups = frame.groupby(varying, dropna=False) if varying else [((), frame)]
@@ -54,7 +54,14 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency") -> Plot:
             line = ("-", "--", ":")[i // len(PALETTE) % 3]
             axes.errorbar(at, p50, [p50 - p10, p90 - p50], label=name, color=colour, ls=line, marker="o", capsize=3)
         for value, middle in zip(at, p50, strict=True):
-            axes.annotate(f"{middle:.3g}", (value, middle), (6, -3), textcoords="offset points", fontsize=7, bbox=PAPER)
+            axes.annotate(
+                f"{middle:.3g}",
+                (value, middle),
+                (6, -9 if i % 2 else 3),
+                textcoords="offset points",
+                fontsize=7,
+                bbox=PAPER,
+            )
         for status, some in lost.groupby("status"):
             label = f"{name} {status}: {'; '.join(some['reason'].dropna().unique())}".strip()
             foot = np.full(len(some), 0.02 + 0.03 * i)
@@ -138,7 +145,7 @@ def plot_data(lengths: np.ndarray, actions: np.ndarray, example: Sequence[tuple[
     axes.legend(fontsize=8)
     axes = figure.add_subplot(grid[0, 1])
     kinds, counts = np.unique(actions, return_counts=True)
-    bars = axes.bar([str(kind) for kind in kinds], 100 * counts / counts.sum(), color=PALETTE[2])
+    bars = axes.bar([f"{kind:g}" for kind in kinds], 100 * counts / counts.sum(), color=PALETTE[2])
     axes.bar_label(bars, fmt="%.1f%%", fontsize=8)
     axes.margins(y=0.1)
     axes.set(xlabel="rating", ylabel="share of interactions, %")
