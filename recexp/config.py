@@ -175,6 +175,7 @@ class TrainingConfig(Strict):
     evaluate_every: Count = 100  # steps between validations; the best averaged weights are kept
     patience: Count = 5  # validations without a better one before training stops
     max_candidates: Count = 10  # candidates behind each random window
+    num_threads: Count = 1  # on a CPU: more than one hardly helps a small model, and the weights would depend on it
     seed: int = Field(0, ge=0)
 
 

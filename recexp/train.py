@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -88,7 +89,8 @@ def train(
     if (folder / WEIGHTS).is_file() and history_file.is_file():
         return Trained(RankingModel.load(folder, device), folder, json.loads(history_file.read_text()))
     model = RankingModel(config, device)
-    history = _fit(model, data.tasks, training, interactions, splits, quiet)
+    with _threads(training.num_threads):
+        history = _fit(model, data.tasks, training, interactions, splits, quiet)
     folder.mkdir(parents=True, exist_ok=True)
     history_file.write_text(json.dumps(history))
     model.save(folder)
@@ -152,6 +154,16 @@ def _fit(
     model.load_state_dict(best_weights or {})
     model.eval()
     return history
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _windows(
