@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from recexp import checkpoint, devices
 from recexp.batch import SequenceBatch, offsets
@@ -122,6 +123,12 @@ class RankingModel(nn.Module):
                 x = self.backbone(tokens, self.cache.tables, metadata, plan.wait)
                 return self.head(x[_index(layout.is_candidate, x.device)])
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RankingModel:
+        """What ``to`` and ``half`` call: the new weights may lie where the old ones did, so forget what is cached."""
+        if self.cache is not None:
+            self.cache.clear()
+        return super()._apply(fn, recurse)
+
     @classmethod
     def load(
         cls, folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -134,6 +141,14 @@ class RankingModel(nn.Module):
     def save(self, folder: str | Path) -> Path:
         """Write the weights and the configuration to a checkpoint folder; returns the weights' path."""
         return checkpoint.save(self, self.config, folder)
+
+
+@register_optimizer_step_post_hook
+def _count_fused_steps(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """PyTorch does not count the changes of a fused optimizer, and ``predict_cached`` goes by the count."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            torch.autograd.graph.increment_version(group["params"])
 
 
 def _index(mask: NDArray[np.bool_], device: torch.device) -> Tensor:

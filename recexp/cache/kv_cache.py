@@ -131,6 +131,8 @@ class PagedKVCache:
 
     def clear(self) -> None:
         """Forget every user, on the device and on the host. Waits for copies under way."""
+        if self._is_open:
+            raise ValueError("the cache cannot be cleared while a request is open: leave it first")
         self._unpin(wait=True)
         self.pages.clear()
         self.host.chunks.clear()
