@@ -1,0 +1,112 @@
+"""Backend ``gluon``: the warp-specialised kernel of recexp.layers.kernels.attention_sm90, for SM90 (H100, H200) only.
+
+Page sizes are run-time arguments; the largest power of two in a page size, up to a block of keys, is the height of
+the copies and a compile. Run on an H200 with Triton 3.6; with newer releases compiled only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recexp.layers.attention import KV, AttentionRequest, Weighting, register_attention_backend
+from recexp.layers.backends.triton import Parts, check_rows, choose_splits
+from recexp.layers.kernels.tiles import Tiles, choose_tiles
+
+try:
+    import triton
+
+    from recexp.layers.kernels import gluon_interface
+
+    WHY_NOT = None
+    if not triton.__version__.startswith(gluon_interface.RELEASES):
+        WHY_NOT = f"it is written for Triton {', '.join(gluon_interface.RELEASES)}; this is {triton.__version__}"
+except ImportError:
+    WHY_NOT = "Triton, or Gluon in it, is not installed"
+
+if WHY_NOT is None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from recexp.layers.kernels.attention_sm90 import TILE, attention_sm90
+
+REGISTERS = {2: (240, 24), 3: (160, 24)}  # consumers: registers of a consumer's and of the producer's threads
+
+
+def describe_rows(x: Tensor, width: int, stride: int, box: list[int]) -> TensorDescriptor:
+    """What the copy engine needs to know about rows [*, width] of a tensor, ``stride`` elements apart."""
+    if x.data_ptr() % 16 or stride % 8:
+        raise ValueError(
+            f"rows {stride} elements apart from address {x.data_ptr():#x} are not on 16 bytes, which the copy engine "
+            "needs; use backend 'triton', or copy the tensor"
+        )
+    return TensorDescriptor(x, [x.numel() // width, width], [stride, 1], box, TILE.value)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    num_candidates: Tensor,
+    *,
+    weighting: Weighting,
+    alpha: float,
+    scaling_seqlen: float,
+    max_seqlen: int | None,
+    kv: KV | None,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> Parts:
+    """Start the kernel; arguments as in ``attend``, tiles and splits chosen unless given."""
+    check_rows(kv, q=q, k=k, v=v)
+    num_tokens, num_heads, head_dim = q.shape
+    num_users, width = num_candidates.shape[0], num_heads * head_dim
+    page_size = None if kv is None else kv[0].shape[2]
+    tiles = tiles or choose_tiles("gluon", 90, q.dtype, head_dim, weighting, page_size)
+    splits = splits or choose_splits(q, num_users, tiles, 1, max_seqlen, kv)
+    parts = Parts.empty(q, weighting, scaling_seqlen, splits)
+    if num_tokens == 0:
+        return Parts(parts.out, None, None, parts.inverse_n)
+    box_rows = tiles.keys if page_size is None else math.gcd(page_size, tiles.keys)
+    box = [box_rows, head_dim if box_rows == tiles.keys else 64]
+    paging = (seq_offsets, seq_offsets, seq_offsets)  # never read without pages
+    if kv is None:
+        k_rows, v_rows = describe_rows(k, width, k.stride(0), box), describe_rows(v, width, v.stride(0), box)
+    else:
+        k_rows = v_rows = describe_rows(kv[0], width, width, box)
+        paging = (kv[1].total_history_lengths, kv[1].kv_indptr, kv[1].kv_indices)
+    sums = parts.out if parts.sums is None else parts.sums  # what is not written needs a type all the same
+    stats = sums if parts.stats is None else parts.stats
+    consumers = tiles.rows // 64
+    with torch.cuda.device_of(q):
+        attention_sm90[((num_tokens // tiles.rows + num_users + 1) * num_heads * splits,)](
+            describe_rows(q, width, q.stride(0), [64, head_dim]), k_rows, v_rows, q, k, v, parts.out, sums, stats,
+            seq_offsets, num_candidates, *paging, q.stride(0), k.stride(0), v.stride(0), alpha, parts.inverse_n,
+            num_users, num_tokens, splits, page_size or 1, H=num_heads, D=head_dim, CONSUMERS=consumers,
+            KEYS=tiles.keys, STAGES=tiles.stages, BOX=box_rows, EXACT=page_size == box_rows, PAGED=kv is not None,
+            SPLIT=splits > 1, SOFTMAX=weighting == "softmax", CONSUMER_REGISTERS=REGISTERS[consumers][0],
+            PRODUCER_REGISTERS=REGISTERS[consumers][1], num_warps=4,
+        )  # fmt: skip
+    return parts
+
+
+def refuses(request: AttentionRequest) -> str | None:
+    if WHY_NOT:
+        return WHY_NOT
+    if request.device.type != "cuda" or torch.cuda.get_device_capability(request.device) != (9, 0):
+        return "it is written for SM90 (H100, H200)"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bfloat16 or float16, not {request.dtype}"
+    if request.head_dim not in (64, 128, 256):
+        return f"head_dim {request.head_dim} is not 64, 128 or 256; backend 'triton' pads others"
+    if request.page_size is not None and request.page_size % 8:
+        return f"page_size {request.page_size} is not a multiple of 8, the lowest copy; backend 'triton' takes any"
+    return None
+
+
+@register_attention_backend("gluon", refuses=refuses, capturable=True)
+def run(*args: Tensor, **settings: Any) -> Tensor:
+    return launch(*args, **settings).merged()

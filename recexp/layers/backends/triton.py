@@ -1,0 +1,159 @@
+"""Backend ``triton``: the plain Triton kernel of recexp.layers.kernels.attention, any SM from 80 on, any page size.
+
+One launch, or two where the grid would leave multiprocessors idle: then the keys are split over programs and a
+second kernel adds the parts. No length is read on the host, so a CUDA graph of a call serves other lengths of as
+many rows. Unverified on hardware other than SM90; under TRITON_INTERPRET=1 it runs on CPU tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recexp.layers.attention import KV, AttentionRequest, Weighting, register_attention_backend
+from recexp.layers.kernels.tiles import Tiles, choose_tiles
+
+try:
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from recexp.layers.kernels.attention import attention
+    from recexp.layers.kernels.merge_splits import merge_splits
+
+    AVAILABLE, INTERPRETED = True, isinstance(attention, InterpretedFunction)
+except ImportError:  # macOS, or a build of torch without Triton
+    AVAILABLE = INTERPRETED = False
+
+MAX_SPLITS = 32
+MIN_BLOCKS = 4  # key blocks a share must have to be worth its partial sums
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An attention kernel's result before its parts are merged: ``out`` [T, H, d] as it is when ``sums`` is None, else
+    float32 sums [splits, T, H, d] that are still to be added and scaled, and for softmax stats [splits, T, H, 2]."""
+
+    out: Tensor
+    sums: Tensor | None
+    stats: Tensor | None
+    inverse_n: float
+
+    @classmethod
+    def empty(cls, q: Tensor, weighting: Weighting, scaling_seqlen: float, splits: int) -> Parts:
+        sums = stats = None
+        if splits > 1:
+            sums = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+            if weighting == "softmax":
+                stats = torch.empty((splits, *q.shape[:2], 2), dtype=torch.float32, device=q.device)
+        return cls(torch.empty(q.shape, dtype=q.dtype, device=q.device), sums, stats, 1.0 / scaling_seqlen)
+
+    def merged(self) -> Tensor:
+        if self.sums is not None:
+            splits, tokens, heads, dim = self.sums.shape
+            columns = triton.next_power_of_2(dim)
+            rows = max(1, 512 // columns)
+            with torch.cuda.device_of(self.out):
+                merge_splits[(triton.cdiv(tokens * heads, rows),)](
+                    self.sums, self.stats, self.out, self.inverse_n, tokens * heads, splits, dim, columns, rows,
+                    self.stats is not None, num_warps=4,
+                )  # fmt: skip
+        return self.out
+
+
+def check_rows(kv: KV | None, **tensors: Tensor) -> None:
+    """Refuse [T, H, d] tensors whose rows are not H·d numbers side by side (the distance between rows is free), and a
+    table that is not contiguous."""
+    for name, x in tensors.items():
+        if x.numel() and (x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2])):
+            raise ValueError(
+                f"{name} has strides {x.stride()} for shape {tuple(x.shape)}; a token's heads must lie side by side "
+                "(a view of a fused projection does), so make it contiguous first"
+            )
+    if kv is not None and not kv[0].is_contiguous():
+        raise ValueError(
+            f"the table has strides {kv[0].stride()} for shape {tuple(kv[0].shape)}; it must be contiguous"
+        )
+
+
+def choose_splits(q: Tensor, num_users: int, tiles: Tiles, resident: int, max_seqlen: int | None, kv: KV | None) -> int:
+    """Over how many programs to split the keys: as many as fill the device once, ``resident`` on a multiprocessor, by
+    sizes that the host knows."""
+    if not q.is_cuda or not len(q):
+        return 1
+    longest = max_seqlen or q.shape[0]
+    if kv is not None:
+        longest = kv[1].kv_indices.numel() * kv[0].shape[2] // max(num_users, 1)
+    programs = triton.cdiv(q.shape[0], tiles.rows) * q.shape[1]
+    room = resident * torch.cuda.get_device_properties(q.device).multi_processor_count
+    return max(1, min(room // programs, longest // (tiles.keys * MIN_BLOCKS), MAX_SPLITS))
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_offsets: Tensor,
+    num_candidates: Tensor,
+    *,
+    weighting: Weighting,
+    alpha: float,
+    scaling_seqlen: float,
+    max_seqlen: int | None,
+    kv: KV | None,
+    tiles: Tiles | None = None,
+    splits: int | None = None,
+) -> Parts:
+    """Start the attention kernel; arguments as in ``attend``, tiles and splits chosen unless given."""
+    check_rows(kv, q=q, k=k, v=v)
+    num_tokens, num_heads, head_dim = q.shape
+    num_users, columns = num_candidates.shape[0], max(32, triton.next_power_of_2(head_dim))
+    page_size = None if kv is None else kv[0].shape[2]
+    if tiles is None:
+        major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+        tiles = choose_tiles("triton", 10 * major + minor, q.dtype, columns, weighting, page_size)
+    splits = splits or choose_splits(q, num_users, tiles, 3 if tiles.warps == 4 else 1, max_seqlen, kv)
+    parts = Parts.empty(q, weighting, scaling_seqlen, splits)
+    if num_tokens == 0:
+        return Parts(parts.out, None, None, parts.inverse_n)
+    history: tuple[Any, ...] = (k, v, k.stride(0), v.stride(0), None, None, None)
+    if kv is not None:
+        table, m = kv
+        width = num_heads * head_dim
+        history = (table, table, width, width, m.total_history_lengths, m.kv_indptr, m.kv_indices)
+    keys, values, key_stride, value_stride, *paging = history
+    with torch.cuda.device_of(q):
+        attention[((num_tokens // tiles.rows + num_users + 1) * num_heads * splits,)](
+            q, k, v, keys, values, parts.out, parts.sums, parts.stats, seq_offsets, num_candidates, *paging,
+            q.stride(0), k.stride(0), v.stride(0), key_stride, value_stride, alpha, parts.inverse_n, num_users,
+            num_tokens, splits, page_size or 1, num_heads=num_heads, HEAD_DIM=head_dim, COLUMNS=columns,
+            ROWS=tiles.rows, KEYS=tiles.keys, PAGED=kv is not None, WHOLE=(page_size or 1) % tiles.keys == 0,
+            SPLIT=splits > 1, SOFTMAX=weighting == "softmax",
+            APPROXIMATE=q.dtype != torch.float32 and not INTERPRETED,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return parts
+
+
+def refuses(request: AttentionRequest) -> str | None:
+    if not AVAILABLE:
+        return "Triton is not installed"
+    if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it computes in bfloat16, float16 or float32, not {request.dtype}"
+    if request.head_dim > 256:
+        return f"head_dim {request.head_dim} is above 256"
+    if INTERPRETED and request.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies no bfloat16"
+    if request.device.type == "cpu":
+        return None if INTERPRETED else "on the CPU it runs only under TRITON_INTERPRET=1, set before the first import"
+    if request.device.type != "cuda":
+        return f"it runs on CUDA devices, not on {request.device.type}"
+    capability = torch.cuda.get_device_capability(request.device)
+    return None if capability >= (8, 0) else f"it needs SM80 or newer, this is SM{capability[0]}{capability[1]}"
+
+
+@register_attention_backend("triton", refuses=refuses, capturable=True)
+def run(*args: Tensor, **settings: Any) -> Tensor:
+    return launch(*args, **settings).merged()
