@@ -180,7 +180,7 @@ class TrainingConfig(Strict):
 
 
 class MeasureConfig(Strict):
-    """What ``compare_backbones`` measures, and how long it may take."""
+    """What ``compare_backbones`` measures, and how long a point may take."""
 
     batch_sizes: list[Count] = [1, 4, 16]
     history_pairs: list[Count] = [10, 25, 50, 100]
@@ -200,6 +200,16 @@ class MeasureConfig(Strict):
         return self
 
 
+class CacheConfig(Strict):
+    """The caches of ``kv_cache``: the request log is replayed through every pair of a device and a host size."""
+
+    page_size: Count = 32
+    num_pages: list[Annotated[int, Field(ge=2)]] = [9, 65, 1025]  # of the device; one is the scratch page
+    host_pages: list[Annotated[int, Field(ge=0)]] = [0, 4096]  # 0: no host tier
+    host_chunk_pages: Count = 4
+    num_requests: Count | None = None  # the first so many of the log; None: all
+
+
 class ExperimentConfig(Strict):
     """One experiment: its notebook, and everything the notebook needs."""
 
@@ -211,6 +221,7 @@ class ExperimentConfig(Strict):
     models: dict[str, ModelConfig]
     training: TrainingConfig = TrainingConfig()
     measure: MeasureConfig = MeasureConfig()
+    cache: CacheConfig = CacheConfig()
 
 
 KINDS: dict[str, type[Strict]] = {

@@ -27,11 +27,11 @@ from recexp.registry import nearest
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "refused", "wrong", "out of memory", "timed out", "failed")
 MODES = ("eager", "graph", "static")
-TIERS = ("none", "device", "host", "miss", "mixed")
+TIERS = ("none", "device", "host", "partial", "miss", "mixed")
 
 TEXTS = ("status", "reason", "device", "backbone", "backend", "dtype", "mode", "tier")
 MODEL = ("num_layers", "hidden_size", "num_heads", "head_dim", "page_size")
-SHAPES = (*MODEL, "batch_size", "history_pairs", "num_tokens", "num_candidates")
+SHAPES = (*MODEL, "num_pages", "host_pages", "batch_size", "history_pairs", "num_tokens", "num_candidates")
 TIMES = (*Latency.__dataclass_fields__, "tflops", "tflops_share", "gbps", "gbps_share")
 INTEGERS = (*SHAPES, "count", "peak_memory_bytes")
 COLUMNS = (*TEXTS, *SHAPES, *TIMES, "error")  # their meaning: results/README.md
