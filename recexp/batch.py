@@ -167,17 +167,18 @@ class TokenBatch:
     """Embedded tokens of B users, user after user, each user's candidates last.
 
     values: [T, D]. seq_offsets: int32 [B+1]. num_candidates: int32 [B], on the device of values. max_seqlen: the
-    longest user's tokens, or more. Raises ValueError on wrong shapes and dtypes, and, on the CPU where looking costs
-    nothing, on values that disagree, naming the row.
+    longest user's tokens, or more. padding: rows behind the last user's may belong to nobody. Raises ValueError on
+    wrong shapes and dtypes, and, on the CPU where looking costs nothing, on values that disagree, naming the row.
     """
 
     values: Tensor
     seq_offsets: Tensor
     num_candidates: Tensor
     max_seqlen: int
+    padding: bool = False
 
     def __post_init__(self) -> None:
-        check_offsets(self.values.shape[0], self.seq_offsets, self.num_candidates)
+        check_offsets(self.values.shape[0], self.seq_offsets, self.num_candidates, self.padding)
         if self.seq_offsets.device.type == "cpu" and self.num_candidates.shape[0]:
             longest = int(self.seq_offsets.diff().max())
             if self.max_seqlen < longest:
@@ -186,7 +187,7 @@ class TokenBatch:
                 )
 
 
-def check_offsets(num_tokens: int, seq_offsets: Tensor, num_candidates: Tensor) -> None:
+def check_offsets(num_tokens: int, seq_offsets: Tensor, num_candidates: Tensor, padding: bool = False) -> None:
     """Refuse offsets and candidate counts that do not describe ``num_tokens`` rows; see TokenBatch."""
     for name, tensor in (("seq_offsets", seq_offsets), ("num_candidates", num_candidates)):
         if not isinstance(tensor, Tensor) or tensor.ndim != 1 or tensor.dtype not in (torch.int32, torch.int64):
@@ -199,7 +200,7 @@ def check_offsets(num_tokens: int, seq_offsets: Tensor, num_candidates: Tensor) 
     if seq_offsets.device.type != "cpu" or num_candidates.device.type != "cpu":
         return
     starts, lengths = seq_offsets.tolist(), seq_offsets.diff().tolist()
-    if starts[0] != 0 or starts[-1] != num_tokens:
+    if starts[0] != 0 or starts[-1] > num_tokens or (starts[-1] < num_tokens and not padding):
         raise ValueError(
             f"seq_offsets run from {starts[0]} to {starts[-1]}; {num_tokens} tokens need 0 to {num_tokens}"
         )

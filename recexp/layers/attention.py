@@ -66,7 +66,7 @@ class AttentionBackend:
     name: str
     run: AttentionFunction
     refuses: Callable[[AttentionRequest], str | None]
-    capturable: bool  # reads every length on the device, so that a CUDA graph of it serves other lengths
+    capturable: bool  # reads every length on the device, and 0 for rows of nobody: a CUDA graph serves other lengths
     trainable: bool  # has gradients
 
 
@@ -113,7 +113,8 @@ def attend(
 ) -> Tensor:
     """Attention of jagged users by the rule above.
 
-    q, k, v: [T, H, d], any row stride; a user's rows are its (new) history, then its candidates.
+    q, k, v: [T, H, d], any row stride; a user's rows are its (new) history, then its candidates. A capturable backend
+    takes rows behind the last user's, which become 0.
     seq_offsets: int32 [B+1]; num_candidates: int32 [B]. scaling_seqlen: N of SiLU weighting, positive.
     max_seqlen: the longest user's rows or more, a host integer that saves a synchronisation.
     kv: a table and its KVMetadata, the new history already appended; attend only reads. Then the history's keys and
@@ -128,7 +129,7 @@ def attend(
         raise ValueError(
             f"scaling_seqlen {scaling_seqlen!r}; SiLU weighting divides by it: pass the configured positive number"
         )
-    check_offsets(q.shape[0], seq_offsets, num_candidates)
+    check_offsets(q.shape[0], seq_offsets, num_candidates, padding=backends[backend].capturable)
     page_size = None
     if kv is not None:
         table = kv[0]

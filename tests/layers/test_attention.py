@@ -17,6 +17,7 @@ from recexp.layers import attend, attention_backends, register_attention_backend
 ORACLES = Path(__file__).parents[1] / "oracles"
 CASES = sorted(path.stem.removeprefix("attention_") for path in ORACLES.glob("attention_*.npz"))
 BOUNDS = {("reference", torch.float64): 1e-12, ("padded", torch.float64): 1e-12, ("padded", torch.float32): 1e-6}
+BOUNDS |= {("paged", torch.float64): 1e-12, ("paged", torch.float32): 1e-6}
 
 
 def relative(a: Tensor, r: Tensor) -> float:
@@ -40,7 +41,7 @@ def test_oracles(case: str, backend: str, dtype: torch.dtype, weighting: str) ->
     assert relative(out, expected[weighting]) < BOUNDS[backend, dtype]
 
 
-@pytest.mark.parametrize("backend", ["reference", "padded"])
+@pytest.mark.parametrize("backend", ["reference", "padded", "paged"])
 @pytest.mark.parametrize("weighting", ["silu", "softmax"])
 def test_strided_rows_are_taken_as_they_are(weighting: str, backend: str) -> None:
     (q, k, v, *lengths), numbers, expected = oracle("ragged")
@@ -85,7 +86,7 @@ def test_reference_follows_the_rule_written_as_a_mask(
         else scores.masked_fill(~visible, -torch.inf).softmax(-1)
     )
     expected = torch.einsum("hij,jhd->ihd", weights, v)
-    for backend in ("reference", "padded"):
+    for backend in ("reference", "padded", "paged"):
         out = attend(*inputs, weighting=weighting, alpha=0.3, scaling_seqlen=11, backend=backend)
         assert torch.allclose(out, expected, rtol=1e-11, atol=1e-13)
 
@@ -121,12 +122,25 @@ def test_padded_has_the_gradients_of_the_reference(weighting: str) -> None:
         assert torch.isfinite(tested).all() and relative(tested, expected) < 1e-12
 
 
-@pytest.mark.parametrize("backend", ["reference", "padded"])
+@pytest.mark.parametrize("backend", ["reference", "padded", "paged"])
 def test_nobody_and_nothing(backend: str) -> None:
     empty = torch.zeros(0, 2, 8)
     for size in (0, 3):
         lengths = [torch.zeros(size + 1, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)]
         assert attend(empty, empty, empty, *lengths, weighting="softmax", alpha=1.0, backend=backend).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("weighting", ["silu", "softmax"])
+def test_rows_behind_the_last_user_become_0_or_are_refused(weighting: str) -> None:
+    """A static buffer holds more rows than the request, of any bits, and more users: those have no rows."""
+    (q, k, v, offsets, candidates), settings = inputs_of([5, 0, 9], [3, 4, 0], 1), {"alpha": 0.3, "scaling_seqlen": 11}
+    expected = attend(q, k, v, offsets, candidates, weighting=weighting, **settings)
+    padded = [torch.cat([x, torch.full((4, 2, 8), torch.nan)]) for x in (q, k, v)]
+    lengths = torch.cat([offsets, offsets[-1:]]), torch.cat([candidates, candidates[:1] * 0])
+    out = attend(*padded, *lengths, weighting=weighting, backend="paged", **settings)
+    assert relative(out[:-4], expected) < 1e-12 and torch.equal(out[-4:], torch.zeros(4, 2, 8))
+    with pytest.raises(ValueError, match="run from 0 to 21; 25 tokens need 0 to 25"):
+        attend(*padded, *lengths, weighting=weighting, backend="padded", **settings)
 
 
 def q_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
