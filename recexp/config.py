@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -78,7 +78,8 @@ class ModelConfig(Strict):
     dropout: Fraction = 0.0  # on embeddings, in layers and in the head, while training
     item_id_dropout: Fraction = 0.0  # whole item embeddings dropped while training, so that ids alone do not overfit
     embedding_std: float = Field(0.02, gt=0)
-    attention_backend: str = "padded"
+    attention_backend: str = "auto"  # the fastest that takes the request, or a name of `recexp list`
+    fused_layers: bool = False  # HSTU without gradients: five kernels a layer (recexp.layers.fused)
     seed: int = Field(0, ge=0)
 
     @model_validator(mode="before")
@@ -210,6 +211,33 @@ class CacheConfig(Strict):
     num_requests: Count | None = None  # the first so many of the log; None: all
 
 
+class Bucket(NamedTuple):
+    """A shape that is captured as a CUDA graph: most users and tokens of a request, and candidates while capturing."""
+
+    batch_size: int
+    num_tokens: int  # of all users together, candidates included
+    num_candidates: int
+
+
+class GraphConfig(Strict):
+    """Which shapes are captured: every batch size with every number of (new) tokens a user."""
+
+    batch_sizes: list[Count] = [1, 2, 4, 8, 16]
+    tokens_per_user: list[Count] | None = None  # None: the candidates, and a 32nd, a 16th, … all of the longest history
+    eager_fallback: bool = False  # what no bucket holds runs eagerly and is counted, instead of being an error
+
+    def buckets(self, model: ModelConfig) -> list[Bucket]:
+        """The buckets for a model; ValueError where a user cannot have so many tokens."""
+        history, candidates = model.max_history_tokens, model.max_candidates
+        tokens = self.tokens_per_user or sorted({candidates + -(-history // 2**k) for k in range(6)})
+        if max(tokens) > history + candidates:
+            raise ValueError(
+                f"graphs.tokens_per_user has {max(tokens)}, and a user has at most {history + candidates} tokens "
+                f"({history} of history, {candidates} candidates); lower it or raise the model's max_history_pairs"
+            )
+        return [Bucket(b, b * t, b * min(candidates, t)) for b in self.batch_sizes for t in tokens]
+
+
 class ExperimentConfig(Strict):
     """One experiment: its notebook, and everything the notebook needs."""
 
@@ -222,6 +250,13 @@ class ExperimentConfig(Strict):
     training: TrainingConfig = TrainingConfig()
     measure: MeasureConfig = MeasureConfig()
     cache: CacheConfig = CacheConfig()
+    graphs: GraphConfig = GraphConfig()
+
+    @model_validator(mode="after")
+    def _graphs_fit(self) -> ExperimentConfig:
+        for model in self.models.values():
+            self.graphs.buckets(model)
+        return self
 
 
 KINDS: dict[str, type[Strict]] = {

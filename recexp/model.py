@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from recexp import checkpoint, devices
 from recexp.batch import SequenceBatch, offsets
 from recexp.cache import PagedKVCache
-from recexp.config import ModelConfig
+from recexp.config import GraphConfig, ModelConfig
+from recexp.graphs import GraphedModel
 from recexp.layers import Backbone, attention_backends, backbones
 from recexp.layers.head import Head
 from recexp.layers.sequence import SequenceStage, context_ids, history_ids, token_layout
@@ -33,7 +34,7 @@ class RankingModel(nn.Module):
         self, config: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        backbones[config.backbone], attention_backends[config.attention_backend]  # refuse unknown names before any work
+        check_names(config)  # before any work
         device = devices.resolve(str(device or "cpu"))
         self.config = config
         with torch.random.fork_rng(devices=[]):
@@ -42,6 +43,7 @@ class RankingModel(nn.Module):
             self.backbone = Backbone(config)
             self.head = Head(config)
         self.cache: PagedKVCache | None = None
+        self.graphs: GraphedModel | None = None
         self.to(device=device, dtype=dtype)
 
     @property
@@ -86,6 +88,7 @@ class RankingModel(nn.Module):
     def make_cache(self, *, num_pages: int, page_size: int, **options: Any) -> PagedKVCache:
         """Give the model an empty paged KV cache, for ``predict_cached``; options are PagedKVCache's. Returns it."""
         config, weight = self.config, self.sequence.item_embedding.weight
+        self.graphs = None
         self.cache = PagedKVCache(
             num_layers=config.num_layers,
             num_pages=num_pages,
@@ -99,6 +102,31 @@ class RankingModel(nn.Module):
         )
         return self.cache
 
+    def make_graphs(self, config: GraphConfig | None = None, **options: Any) -> GraphedModel:
+        """Capture the layers and the head over the model's cache, for ``predict_cached``; options are GraphedModel's.
+
+        The cache sets ``graphs.num_capture_pages(config.buckets(model.config), page_size)`` pages aside for it; what it
+        holds of users stays as it is. Segmented if the cache has a host tier. Without CUDA nothing is captured and the
+        same buffers are used eagerly. Raises ValueError without a cache, and as GraphedModel does; the model then has
+        no graphs and works without.
+        """
+        if self.cache is None:
+            raise ValueError("the model has no cache; call make_cache(..., num_capture_pages=...) first")
+        config = config or GraphConfig()
+        options = {"segmented": self.cache.host.chunks.num_pages > 0, "eager_fallback": config.eager_fallback} | options
+        self.graphs = None
+        with evaluating(self):
+            self.graphs = GraphedModel(
+                self.backbone,
+                self.head,
+                self.config,
+                self.cache.tables,
+                self.cache.capture_pages,
+                config.buckets(self.config),
+                **options,
+            )
+        return self.graphs
+
     def predict_cached(self, batch: SequenceBatch, user_ids: Tensor | None = None) -> Tensor:
         """``predict`` that computes only what the model's cache does not hold; afterwards it holds these histories.
 
@@ -106,6 +134,8 @@ class RankingModel(nn.Module):
         batch are best on the CPU, where they are compared with what is cached. Changed weights empty the cache, except
         changes through ``.data``, which PyTorch does not count: call ``cache.clear()`` after those.
         Raises, with the cache unchanged, ValueError for bad input and OutOfPages for a batch the cache cannot hold.
+        With graphs (``make_graphs``) also ValueError for weights that have moved, and for a request that no bucket
+        holds; users evicted for that one stay evicted.
         """
         if self.cache is None:
             raise ValueError("the model has no cache; call make_cache(num_pages=..., page_size=...) first")
@@ -115,16 +145,23 @@ class RankingModel(nn.Module):
             batch = batch.windowed(self.config.max_history_pairs, self.config.window_hop or 1)
             users = (batch.user_ids if user_ids is None else user_ids).tolist()
             version = tuple((p.data_ptr(), p._version) for p in self.parameters())
+            if self.graphs and self.graphs.weights != [p.data_ptr() for p in self.graphs.parameters()]:
+                raise ValueError("the weights lie elsewhere than when the graphs were captured: call make_graphs again")
             history = history_ids(batch, list(self.config.context))
             with self.cache.request(users, history, weights_version=version) as plan:
                 layout = token_layout(batch, num_context, plan.reused)
-                metadata = plan.metadata(layout.num_candidates).to(self.device)
+                static = self.graphs.fit(len(users), int(layout.seq_offsets[-1])) if self.graphs else None
                 tokens = self.sequence(batch.to(self.device), layout)
+                if self.graphs and static:
+                    metadata = plan.metadata(layout.num_candidates, static.capacity)
+                    return self.graphs.replay(static, tokens.values, metadata, plan.wait)
+                metadata = plan.metadata(layout.num_candidates).to(self.device)
                 x = self.backbone(tokens, self.cache.tables, metadata, plan.wait)
                 return self.head(x[_index(layout.is_candidate, x.device)])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RankingModel:
         """What ``to`` and ``half`` call: the new weights may lie where the old ones did, so forget what is cached."""
+        self.graphs = None
         if self.cache is not None:
             self.cache.clear()
         return super()._apply(fn, recurse)
@@ -149,6 +186,13 @@ def _count_fused_steps(optimizer: Optimizer, args: object, kwargs: object) -> No
     for group in optimizer.param_groups:
         if group.get("fused"):
             torch.autograd.graph.increment_version(group["params"])
+
+
+def check_names(config: ModelConfig) -> None:
+    """Raise ValueError, with the nearest known name, for an unknown backbone or attention backend."""
+    backbones[config.backbone]
+    if config.attention_backend != "auto":
+        attention_backends[config.attention_backend]
 
 
 def _index(mask: NDArray[np.bool_], device: torch.device) -> Tensor:

@@ -20,6 +20,8 @@ from recexp.devices import describe_device
 from recexp.experiments.compare import auc_change, difference, equal, layer_differences, ranking_difference
 from recexp.experiments.measure import achieved, ceilings, measure
 from recexp.experiments.record import row, to_frame
+from recexp.layers.attention import Attention, AttentionRequest
+from recexp.layers.backends.auto import select
 from recexp.model import RankingModel
 from recexp.train import predict_requests
 
@@ -34,6 +36,15 @@ def in_dtype(model: RankingModel, dtype: torch.dtype, **changes: Any) -> Ranking
 def reference_of(model: RankingModel) -> RankingModel:
     """The float64 reference of a model: its weights, the plain attention."""
     return in_dtype(model, torch.float64, attention_backend="reference")
+
+
+def backend_of(model: RankingModel) -> str:
+    """The attention backend that the model's layers use at inference without a cache; "none" for layers without one."""
+    attention = next((m for m in model.modules() if isinstance(m, Attention)), None)
+    if attention is None or attention.backend != "auto":
+        return attention.backend if attention else "none"
+    dtype, config = model.sequence.item_embedding.weight.dtype, model.config
+    return select(AttentionRequest(attention.weighting, model.device, dtype, config.num_heads, config.head_dim))[0]
 
 
 def requests_of_length(
@@ -103,7 +114,7 @@ def latencies(
         columns: dict[str, Any] = {
             "device": describe_device(model.device),
             "backbone": name,
-            "backend": model.config.attention_backend,
+            "backend": backend_of(model),
             "dtype": "float32",
             "mode": "eager",
             "tier": "none",

@@ -115,7 +115,7 @@ def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = 
                 continue
             axes.barh(i, values.mean() - base, left=base, color=PALETTE[i % len(PALETTE)], alpha=0.8)
             text = f"{values.mean():.3f}"
-            if len(values) > 1:
+            if np.ptp(values):
                 axes.plot(values, np.full(len(values), i), "o-", color="black", markersize=3, linewidth=1)
                 text += f" ({values.min():.3f} to {values.max():.3f})"
             end = max(values.max(), base)

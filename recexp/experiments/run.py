@@ -9,7 +9,7 @@ from recexp import devices
 from recexp.config import ExperimentConfig, load_config
 from recexp.experiments.record import start_run
 from recexp.experiments.report import execute
-from recexp.layers import attention_backends, backbones
+from recexp.model import check_names
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -22,7 +22,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         )
     devices.resolve(config.device)
     for model in config.models.values():
-        backbones[model.backbone], attention_backends[model.attention_backend]
+        check_names(model)
     return config
 
 

@@ -119,6 +119,7 @@ def attend(
     max_seqlen: the longest user's rows or more, a host integer that saves a synchronisation.
     kv: a table and its KVMetadata, the new history already appended; attend only reads. Then the history's keys and
     values come from the table, and only the candidates' rows of k and v are used.
+    backend: a registered name, or "auto" (see backends.auto).
     Returns [T, H, d]. ValueError: shapes or lengths that disagree, an unknown backend, or one that refuses.
     """
     if q.ndim != 3 or k.shape != q.shape or v.shape != q.shape or not (q.dtype == k.dtype == v.dtype):
@@ -129,7 +130,6 @@ def attend(
         raise ValueError(
             f"scaling_seqlen {scaling_seqlen!r}; SiLU weighting divides by it: pass the configured positive number"
         )
-    check_offsets(q.shape[0], seq_offsets, num_candidates, padding=backends[backend].capturable)
     page_size = None
     if kv is not None:
         table = kv[0]
@@ -141,6 +141,11 @@ def attend(
         page_size = table.shape[2]
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     request = AttentionRequest(weighting, q.device, q.dtype, q.shape[1], q.shape[2], page_size, needs_grad)
+    if backend == "auto":
+        from recexp.layers.backends.auto import select  # knows the backends, which know this module
+
+        backend, _ = select(request)
+    check_offsets(q.shape[0], seq_offsets, num_candidates, padding=backends[backend].capturable)
     if reason := refusal(backend, request):
         raise ValueError(f"attention backend {backend!r} refuses {request}: {reason}")
     return backends[backend].run(

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from recexp.layers.attention import KV, Attention
 from recexp.layers.backbone import register_backbone
+from recexp.layers.fused import fused_hstu_layer
 from recexp.layers.linear import Linear
 from recexp.layers.paged_kv import append_kv
 
@@ -36,9 +38,10 @@ class HSTULayer(nn.Module):
         eps: float = 1e-5,
         dropout: float = 0.0,
         backend: str = "reference",
+        fused: bool = False,
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.residual = num_heads, head_dim, residual
+        self.num_heads, self.head_dim, self.residual, self.fused = num_heads, head_dim, residual, fused
         self.input_norm = nn.LayerNorm(hidden_size, eps=eps)
         self.uvqk = Linear(hidden_size, 4 * num_heads * head_dim)
         self.attention = Attention("silu", head_dim**-0.5, scaling_seqlen, backend)
@@ -54,7 +57,12 @@ class HSTULayer(nn.Module):
         max_seqlen: int | None = None,
         kv: KV | None = None,
     ) -> Tensor:
-        """x: [T, hidden_size]; seq_offsets, num_candidates, max_seqlen, kv: as in ``attend``. kv: appended to."""
+        """x: [T, hidden_size]; seq_offsets, num_candidates, max_seqlen, kv: as in ``attend``. kv: appended to.
+
+        With ``fused`` and without gradients, the kernels of ``recexp.layers.fused``, or a ValueError that says why not.
+        """
+        if self.fused and not torch.is_grad_enabled():
+            return fused_hstu_layer(self, x, seq_offsets, num_candidates, max_seqlen, kv)
         uvqk = silu(self.uvqk(self.input_norm(x))).unflatten(-1, (4, self.num_heads, self.head_dim))
         u, v, q, k = uvqk.unbind(dim=1)  # each [T, H, d], strided rows
         if kv is not None:
@@ -74,4 +82,5 @@ def build(config: ModelConfig) -> nn.Module:
         residual=config.residual,
         dropout=config.dropout,
         backend=config.attention_backend,
+        fused=config.fused_layers,
     )

@@ -202,3 +202,21 @@ def test_a_backend_of_ones_own_may_refuse_and_be_defined_twice() -> None:
     with pytest.raises(ValueError, match="'padded' belongs to recexp"):
         register_attention_backend("padded")(zeros)
     assert "zeros" in attention_backends
+
+
+def test_auto_names_its_choice_and_trains() -> None:
+    """On a CPU float64 gets the reference and everything else the padded path, bit for bit; gradients are had."""
+    from recexp.layers.attention import AttentionRequest
+    from recexp.layers.backends.auto import select
+
+    for dtype, name in ((torch.float64, "reference"), (torch.float32, "padded"), (torch.bfloat16, "padded")):
+        inputs, numbers, _ = oracle("ragged", dtype)
+        auto, named = (attend(*inputs, weighting="silu", backend=backend, **numbers) for backend in ("auto", name))
+        assert torch.equal(auto, named)
+        assert select(AttentionRequest("silu", torch.device("cpu"), dtype, 2, 8))[0] == name
+    inputs, numbers, _ = oracle("ragged", torch.float32)
+    attend(inputs[0].requires_grad_(), *inputs[1:], weighting="silu", backend="auto", **numbers).sum().backward()
+    assert inputs[0].grad is not None
+    for device in ("cpu", "cuda"):
+        request = AttentionRequest("softmax", torch.device(device), torch.float32, 2, 8, requires_grad=True)
+        assert select(request)[0] == "padded"

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from recexp.layers.attention import AttentionRequest, backends, refusal
 
-ORDER = (
-    "gluon",
-    "fbgemm",
-    "triton",
-    "flex",
-    "padded",
-    "reference",
-)  # by measured speed on an H200; CPUs start at padded
+ORDER = ("gluon", "fbgemm", "triton", "flex", "padded", "reference")  # by measured speed on an H200
 
 
+@cache
 def select(request: AttentionRequest) -> tuple[str, str]:
     """(backend, why): why names every faster one that refused and its reason.
 
-    float64 gets the reference, whose cached and uncached results agree to its rounding.
+    float64 gets the reference, whose cached and uncached results agree to its rounding. CPUs and training start at
+    padded: the kernels are for inference on a GPU.
     """
     if request.dtype == torch.float64:
         return "reference", "float64 is the reference's dtype"
-    order = ORDER if request.device.type == "cuda" else ORDER[ORDER.index("padded") :]
+    inference = request.device.type == "cuda" and not request.requires_grad
+    order = ORDER if inference else ORDER[ORDER.index("padded") :]
     refused = []
     for name in order:
         if name not in backends:

@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels: a committed table, so that no first call tunes for seconds.
 
-tiles.json is written by ``python -m recexp.experiments.tune_kernels`` on the device it describes; rows of SMs that
+tiles.json is written by ``python benchmarks/tune_kernels.py`` on the device it describes; rows of SMs that
 nobody ran hold sizes that fit there. A row answers for its SM and for newer ones without rows of their own.
 """
 

@@ -1,5 +1,5 @@
-"""Times of the attention kernels on this device, beside the ceilings of the same run: ``python -m
-recexp.experiments.bench_kernels``.
+"""Times of the attention kernels on this device, beside the ceilings of the same run: ``python
+benchmarks/kernels.py``.
 
 Every line is checked before it is timed: against the reference backend in float64, with at most twice the error that
 the reference has in the line's own dtype. Timed is the replay of one CUDA graph that holds a call on each of several
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from recexp.experiments.measure import Latency, achieved, ceilings, measure
-from recexp.layers import HSTULayer
+from recexp.layers import HSTULayer, TransformerLayer
 from recexp.layers.attention import AttentionRequest, Weighting, attend, backends, refusal
-from recexp.layers.fused import LAUNCHERS, fused_hstu_layer
+from recexp.layers.fused import LAUNCHERS
 from recexp.metadata import KVMetadata
 
 ROTATED_BYTES = 200 << 20  # inputs a graph goes round, to be well above any L2 cache
@@ -167,15 +167,19 @@ def bench(shape: Shape, backend: str, dtype: torch.dtype = torch.bfloat16) -> di
 
 
 def bench_block(shape: Shape, backend: str, num_layers: int = 8) -> dict:
-    """As ``bench`` for a block of fused HSTU layers, heads * dim wide; checked over its first two layers."""
-    width, dtype = shape.heads * shape.dim, torch.bfloat16
+    """As ``bench`` for a block, heads * dim wide: fused HSTU layers, or plain Transformer layers where the weighting is
+    softmax. Checked over its first two layers."""
+    width, dtype, fused = shape.heads * shape.dim, torch.bfloat16, shape.weighting == "silu"
     row: dict[str, Any] = {"shape": f"{num_layers} layers, {shape}", "backend": backend}
-    if backend not in LAUNCHERS:
+    if fused and backend not in LAUNCHERS:
         return row | {"status": "refused", "reason": f"the fused layer runs {' or '.join(LAUNCHERS)}"}
     torch.manual_seed(0)
     scaling = float(shape.cached + shape.new + shape.candidates)
-    layers = [
-        HSTULayer(width, shape.heads, shape.dim, scaling_seqlen=scaling, backend=backend) for _ in range(num_layers)
+    layers: list[HSTULayer | TransformerLayer] = [
+        HSTULayer(width, shape.heads, shape.dim, scaling_seqlen=scaling, backend=backend, fused=True)
+        if fused
+        else TransformerLayer(width, shape.heads, shape.dim, backend=backend)
+        for _ in range(num_layers)
     ]
     layers = [layer.to("cuda", dtype).eval() for layer in layers]
     inputs = [make_inputs(shape, dtype, seed) for seed in range(num_layers)]  # a table for each layer
@@ -185,15 +189,14 @@ def bench_block(shape: Shape, backend: str, num_layers: int = 8) -> dict:
     x = torch.randn(inputs[0]["q"].shape[0], width, device="cuda").to(dtype)
 
     def run(depth: int, kind: torch.dtype | None = None) -> Tensor:
-        """The block fused, or layer by layer on the reference backend in another dtype."""
+        """The block as it is timed, or layer by layer, not fused, on the reference backend in another dtype."""
         y = x if kind is None else x.to(kind)
         for layer, table in zip(layers[:depth], tables, strict=False):
-            if kind is None:
-                y = fused_hstu_layer(layer, y, *lengths, None if table is None else (table, metadata))
-            else:
-                plain = copy.deepcopy(layer).to(kind)
-                plain.attention.backend = "reference"
-                y = plain(y, *lengths, None if table is None else (table.to(kind, copy=True), metadata))
+            if kind is not None:
+                layer = copy.deepcopy(layer).to(kind)
+                layer.fused, layer.attention.backend = False, "reference"
+                table = None if table is None else table.to(kind, copy=True)
+            y = layer(y, *lengths, None if table is None else (table, metadata))
         return y
 
     with torch.no_grad():
@@ -203,7 +206,7 @@ def bench_block(shape: Shape, backend: str, num_layers: int = 8) -> dict:
         )
         if not row["error"] <= 2 * row["plain_error"]:
             return row | {"status": "wrong"}
-        products = 10.0 * len(x) * width * width  # uvqk four, proj one, two operations each
+        products = (10.0 if fused else 24.0) * len(x) * width * width  # HSTU: uvqk 4, proj 1; Transformer: 3 + 1 + 8
         return finish(row, [lambda: run(num_layers)], num_layers * (shape.flops + products), 0, dtype, True)
 
 
@@ -223,7 +226,8 @@ GROUPS = {
         Shape(64, 8, 128, new=1024, lengths="zipf"),
         Shape(32, 4, 128, new=1024, cached=0, page_size=None),
     ],
-    "block": [*CACHED[::2], *UNCACHED[::2]],
+    "block": [*CACHED, *UNCACHED],
+    "transformer block": [replace(shape, weighting="softmax") for shape in (*CACHED[::2], *UNCACHED[::2])],
 }
 
 
@@ -240,7 +244,7 @@ def main() -> None:
     for group in options.groups:
         for shape in GROUPS[group]:
             for backend in options.backends:
-                row = bench_block(shape, backend) if group == "block" else bench(shape, backend)
+                row = (bench_block if "block" in group else bench)(shape, backend)
                 print(describe(row), flush=True)
                 if options.json:
                     with open(options.json, "a") as file:

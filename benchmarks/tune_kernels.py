@@ -1,7 +1,7 @@
-"""Find the tile sizes of the attention kernels on this device: ``python -m recexp.experiments.tune_kernels [--write]``.
+"""Find the tile sizes of the attention kernels on this device: ``python benchmarks/tune_kernels.py [--write]``.
 
 For every head dim, weighting and kind of paging each candidate is checked against the reference backend in float64,
-with at most twice the error that the reference has in bfloat16, then timed as in bench_kernels. --write replaces
+with at most twice the error that the reference has in bfloat16, then timed as in kernels.py. --write replaces
 this SM's rows of recexp/layers/kernels/tiles.json. Candidates compile in parallel processes first, into Triton's
 cache, a minute or two.
 """
@@ -18,9 +18,9 @@ from functools import partial
 from multiprocessing import get_context
 
 import torch
+from kernels import Shape, in_float64, make_inputs, time_calls
 from torch import Tensor
 
-from recexp.experiments.bench_kernels import Shape, in_float64, make_inputs, time_calls
 from recexp.layers.attention import attend
 from recexp.layers.fused import LAUNCHERS
 from recexp.layers.kernels.tiles import TABLE, Tiles
