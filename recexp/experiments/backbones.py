@@ -38,13 +38,14 @@ def reference_of(model: RankingModel) -> RankingModel:
     return in_dtype(model, torch.float64, attention_backend="reference")
 
 
-def backend_of(model: RankingModel) -> str:
-    """The attention backend that the model's layers use at inference without a cache; "none" for layers without one."""
+def backend_of(model: RankingModel, page_size: int | None = None) -> str:
+    """The attention backend of the model's layers at inference, page_size: with a cache; "none" for layers without."""
     attention = next((m for m in model.modules() if isinstance(m, Attention)), None)
     if attention is None or attention.backend != "auto":
         return attention.backend if attention else "none"
     dtype, config = model.sequence.item_embedding.weight.dtype, model.config
-    return select(AttentionRequest(attention.weighting, model.device, dtype, config.num_heads, config.head_dim))[0]
+    shape = (config.num_heads, config.head_dim, page_size)
+    return select(AttentionRequest(attention.weighting, model.device, dtype, *shape))[0]
 
 
 def requests_of_length(

@@ -19,6 +19,7 @@ from recexp.config import CacheConfig, ExperimentConfig
 from recexp.data.interactions import Interactions
 from recexp.data.requests import make_batch, replay
 from recexp.devices import describe_device
+from recexp.experiments.backbones import backend_of
 from recexp.experiments.compare import LIMITS
 from recexp.experiments.measure import Latency, measure
 from recexp.experiments.record import row, to_frame
@@ -124,11 +125,12 @@ def latencies(models: Mapping[str, RankingModel], frame: pd.DataFrame, experimen
         config, dtype = models[name].config, models[name].sequence.item_embedding.weight.dtype
         columns = {c: getattr(config, c) for c in ("num_layers", "hidden_size", "num_heads", "head_dim")}
         columns |= {"device": describe_device(models[name].device), "backbone": name, "mode": "eager", "tier": tier}
-        columns |= {"backend": config.attention_backend, "dtype": str(dtype).removeprefix("torch.")}
+        page_size = None if tier == "none" else experiment.cache.page_size
+        columns |= {"backend": backend_of(models[name], page_size), "dtype": str(dtype).removeprefix("torch.")}
         columns |= {"batch_size": 1, "history_pairs": pairs, "num_candidates": full}
         columns["num_tokens"] = len(config.context) + 2 * pairs + full
         if tier != "none":
-            columns |= {"page_size": experiment.cache.page_size, "num_pages": num_pages, "host_pages": host_pages}
+            columns |= {"page_size": page_size, "num_pages": num_pages, "host_pages": host_pages}
             columns["error"] = float(np.sqrt(group["squares"].sum() / group["norm"].sum()))
         if columns.get("error", 0) > LIMITS[dtype]:
             rows.append(

@@ -31,6 +31,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_time_names_its_tier_and_was_checked(run_folder: Path) -> None:
     rows = load_run(run_folder).measurements
     assert set(rows["status"]) == {"ok"} and set(rows["backbone"]) == {"hstu", "transformer"}
+    assert set(rows["backend"]) == {"padded"}  # what was used, not "auto"
     assert set(rows["tier"]) == {"none", "device", "host", "miss"}
     assert (rows["p10_ms"] <= rows["p50_ms"]).all() and (rows["count"] >= 2).all()
     without = rows["tier"] == "none"
