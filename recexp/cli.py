@@ -47,14 +47,26 @@ def list_names(
 
 
 @app.command()
-def devices() -> None:
+def devices(
+    assume: Annotated[str, typer.Option(help="An SM, such as sm100: what such a machine would run and refuse.")] = "",
+    page_size: Annotated[int, typer.Option(min=0, help="Of the paged cache; 0: the device's own.")] = 0,
+    head_dim: Annotated[int, typer.Option(min=1)] = 128,
+) -> None:
     """This machine, and what each attention backend says to it (yes, or why not)."""
-    from recexp.devices import all_devices, describe_device
+    import torch
+
+    from recexp.devices import all_devices, describe_device, profile_of
     from recexp.experiments.survey import survey_backends
 
+    if assume:
+        profile = profile_of(assume)
+        print(f"SM{profile.sm} ({profile.cards}): {profile.note}. Page size to begin with: {profile.page_size}.")
+        size = page_size or profile.page_size
+        print(survey_backends(torch.device("cuda"), head_dim, size, profile).to_string(index=False))
+        return
     for device in all_devices():
         print(describe_device(device))
-        print(survey_backends(device).to_string(index=False), end="\n\n")
+        print(survey_backends(device, head_dim, page_size or 64).to_string(index=False), end="\n\n")
 
 
 @data_app.command()

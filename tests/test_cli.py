@@ -34,6 +34,10 @@ def test_list_and_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert call(monkeypatch, "devices") == 0
     out = capsys.readouterr().out
     assert "CPU (" in out and "padded" in out and "yes" in out
+    assert call(monkeypatch, "devices", "--assume", "sm100") == 0
+    out = capsys.readouterr().out
+    assert "B200" in out and "pages of 128" in out and "unverified on hardware" in out
+    assert call(monkeypatch, "devices", "--assume", "hopper") == 2
 
 
 @pytest.mark.parametrize(

@@ -332,13 +332,14 @@ def test_tables_that_do_not_fit(change, message: str) -> None:
 
 def test_backends_that_cannot_be_captured_or_refuse() -> None:
     @register_attention_backend(
-        "wide", capturable=True, refuses=lambda r: None if r.page_size % 32 == 0 else f"page_size {r.page_size}"
+        "wide", capturable=True, refuses=lambda r: f"page_size {r.page_size}" if (r.page_size or 0) % 32 else None
     )
     def wide(q: Tensor, *args: object, **settings: object) -> Tensor:
         return torch.zeros_like(q)
 
-    with pytest.raises(ValueError, match=r"'padded' reads lengths on the host; capturable: .*paged"):
-        make_model(backend="padded")
+    for backend, meant in (("padded", "padded"), ("auto", "reference")):  # in float64 on a CPU
+        with pytest.raises(ValueError, match=rf"'{meant}' reads lengths on the host: set attention_backend to .*paged"):
+            make_model(backend=backend)
     with pytest.raises(ValueError, match=r"'wide' refuses .*: page_size 31"):
         make_model(backend="wide", page_size=31)
     make_model(backend="wide", page_size=32)

@@ -28,6 +28,7 @@ from recexp.config import Bucket, ModelConfig
 from recexp.graphs.buffers import Static, StaticBuffers, capacity
 from recexp.layers import Attention, attention_backends
 from recexp.layers.attention import AttentionRequest, refusal
+from recexp.layers.backends.auto import select
 from recexp.metadata import KVMetadata
 
 Wait = Callable[[int], None]
@@ -147,10 +148,13 @@ class GraphedModel:
             raise ValueError("no buckets: name at least one batch size and number of tokens")
         page_size, heads, dim = first.shape[2:]
         for attention in (module for module in self.backbone.modules() if isinstance(module, Attention)):
-            name, able = attention.backend, [n for n in attention_backends if attention_backends[n].capturable]
-            if name not in able:
-                raise ValueError(f"attention backend {name!r} reads lengths on the host; capturable: {', '.join(able)}")
             request = AttentionRequest(attention.weighting, first.device, first.dtype, heads, dim, page_size)
+            name = select(request)[0] if attention.backend == "auto" else attention.backend
+            able = [other for other in attention_backends if attention_backends[other].capturable]
+            if name not in able:
+                raise ValueError(
+                    f"attention backend {name!r} reads lengths on the host: set attention_backend to {', '.join(able)}"
+                )
             if reason := refusal(name, request):
                 raise ValueError(f"attention backend {name!r} refuses {request}: {reason}")
         made_up = []
