@@ -103,6 +103,19 @@ def test_a_wrong_answer_has_no_time(small, monkeypatch: pytest.MonkeyPatch) -> N
     assert summarise(frame)["largest logit difference"].min() > 1e-5
 
 
+@pytest.mark.parametrize("path", ["predict", "predict_cached"])
+def test_an_answer_that_is_no_number_has_no_time(small, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request in three: a mean or a maximum that leaves NaN out would not see it."""
+    experiment, models, log = small
+    right, calls = getattr(RankingModel, path), iter(range(10**6))
+    monkeypatch.setattr(RankingModel, path, lambda self, b: right(self, b) * (torch.nan if next(calls) % 3 == 0 else 1))
+    frame = replays({"hstu": models["hstu"]}, log, experiment.cache, quiet=True)
+    rows = latencies(models, frame, experiment)
+    assert "wrong" in set(rows.loc[rows["tier"] != "none", "status"])
+    assert ("wrong" in set(rows.loc[rows["tier"] == "none", "status"])) == (path == "predict")
+    assert (summarise(frame)["largest logit difference"] == np.inf).all()
+
+
 def test_the_sentences_say_what_the_tables_say(run_folder: Path) -> None:
     caches, points, copies = (
         pd.read_parquet(run_folder / f"{n}.parquet") for n in ("caches", "measurements", "copies")
