@@ -238,6 +238,15 @@ class GraphConfig(Strict):
         return [Bucket(b, b * t, b * min(candidates, t)) for b in self.batch_sizes for t in tokens]
 
 
+class ReplayConfig(Strict):
+    """The requests of ``cuda_graphs``: the longest history, cached but for its newest pairs."""
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    page_size: Count = 32
+    new_pairs: Count = 64
+    bucket_counts: list[Count] = [1, 2, 3, 4, 6, 8, 12]  # how many token counts, for the share of padding
+
+
 class ExperimentConfig(Strict):
     """One experiment: its notebook, and everything the notebook needs."""
 
@@ -251,6 +260,7 @@ class ExperimentConfig(Strict):
     measure: MeasureConfig = MeasureConfig()
     cache: CacheConfig = CacheConfig()
     graphs: GraphConfig = GraphConfig()
+    replay: ReplayConfig = ReplayConfig()
 
     @model_validator(mode="after")
     def _graphs_fit(self) -> ExperimentConfig:

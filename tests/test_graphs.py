@@ -40,12 +40,14 @@ def make_model(
     host_users: int = 0,
     backend: str = "paged",
     head_dim: int = 8,
+    fused_layers: bool = False,
     **options: object,
 ) -> RankingModel:
     """A model whose cache has room for so many of the longest histories, NaN everywhere, and graphs if configured."""
     shape = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "head_dim": head_dim, "head_sizes": [8]}
     limits = {"num_items": 40, "max_history_pairs": PAIRS, "max_candidates": CANDIDATES}
     some = {"backbone": backbone, "attention_backend": backend, "context": {"user_id": 9}, "embedding_std": 1.0}
+    some |= {"fused_layers": fused_layers}
     model = RankingModel(ModelConfig(**shape, **limits, **some), device, dtype)
     reserved = graphs.num_capture_pages((config or ONE).buckets(model.config), page_size)
     pages = -(-model.config.max_history_tokens // page_size)
@@ -395,3 +397,136 @@ def test_capacity_rules() -> None:
     ExperimentConfig(**some, graphs={"tokens_per_user": [30]})
     with pytest.raises(ValueError, match="has 31, and a user has at most 30 tokens"):
         ExperimentConfig(**some, graphs={"tokens_per_user": [8, 31]})
+
+
+KERNELS = [  # backbone, backend, dtype, head_dim, fused
+    ("hstu", "paged", torch.float64, 8, False),
+    ("transformer", "paged", torch.float64, 8, False),
+    ("hstu", "triton", torch.bfloat16, 32, False),
+    ("transformer", "triton", torch.bfloat16, 32, False),
+    ("hstu", "triton", torch.float32, 128, True),
+    ("hstu", "gluon", torch.bfloat16, 128, True),
+    ("transformer", "gluon", torch.bfloat16, 64, False),
+]
+EXACT = {"device": "cuda", "dtype": torch.float64, "backend": "reference"}
+LOG = [  # users, pairs, candidates: growing histories, buckets of several sizes, one after the other
+    ([1, 2, 3, 4], [12, 11, 12, 12], [6, 6, 6, 6]), ([5, 6], [3, 0], [2, 1]), ([5], [3], [6]),
+    ([6, 1], [9, 12], [0, 6]), ([7], [8], [0]), ([3], [12], [1]), ([5, 6, 7], [12, 12, 9], [6, 0, 6]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backbone", "fused"), [("hstu", False), ("transformer", False), ("hstu", True)])
+def test_kernels_take_rows_of_nobody(backbone: str, fused: bool) -> None:
+    """The Triton kernels over the static buffers, without a GPU under the interpreter."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = GraphConfig(batch_sizes=[3], tokens_per_user=[6])
+    shape = {"device": device, "dtype": torch.float32, "backend": "triton", "head_dim": 128, "num_users": 2}
+    model = make_model(backbone, config, fused_layers=fused, mode="static", **shape)
+    for pairs in ([1, 2], [3, 2]):
+        assert_right(model, batch_of([1, 2], pairs, [3, 0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize(("backbone", "backend", "dtype", "head_dim", "fused"), KERNELS)
+def test_a_replay_is_its_static_buffers_bit_for_bit(backbone, backend, dtype, head_dim, fused, segmented) -> None:
+    shape = {"device": "cuda", "dtype": dtype, "backend": backend, "head_dim": head_dim, "fused_layers": fused}
+    host = {"host_users": 3 * segmented, "page_size": 8}  # gluon copies eight rows at least
+    graph, static = (make_model(backbone, SOME, mode=mode, **shape, **host) for mode in ("graph", "static"))
+    eager, exact = (
+        make_model(backbone, None, **shape, **host),
+        make_model(backbone, None, **(EXACT | {"head_dim": head_dim})),
+    )
+    exact.load_state_dict(graph.state_dict())
+    answers = []
+    for request in LOG:
+        batch = batch_of(*request)
+        answers.append([model.predict_cached(batch) for model in (graph, static, eager)] + [exact.predict(batch)])
+        for model in (graph, static, eager):
+            model.cache.evict(5)
+    tested, same, plain, expected = (torch.cat(each) for each in zip(*answers, strict=True))
+    assert torch.equal(tested, same) and equal(tested, expected, dtype, plain)
+    report = graph.graphs.report()
+    assert set(report["segments"]) == {3 if segmented else 1} and (report["launches"] > 10).all()
+    assert report["replays"].sum() == len(LOG) and set(report["mode"]) == {"graph"}
+    assert not segmented or "host" in set(graph.cache.statistics().tier)
+
+
+def live_pages(model: RankingModel) -> list[Tensor]:
+    pages = [int(page) for user in model.cache.pages.users for page in model.cache.pages.pages(user)]
+    return [table[pages].view(torch.int64).clone() for table in model.cache.tables]  # bits: NaN is not equal to itself
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segmented", [False, True])
+def test_capture_leaves_users_pages_alone(segmented: bool) -> None:
+    """A full cache, captured over twice while another stream and another thread work; the users' keys stay theirs."""
+    from threading import Event, Thread
+
+    model = make_model(config=None, device="cuda", num_users=4)
+    full = batch_of([1, 2, 3, 4], [12] * 4, [6] * 4)
+    model.predict_cached(full)
+    before, stop, errors = live_pages(model), Event(), []
+    assert len(model.cache.pages.free) == 0
+
+    def allocate() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                while not stop.is_set():
+                    torch.zeros(1 << 20, device="cuda").add_(1)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = Thread(target=allocate)
+    thread.start()
+    other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda") / 64
+    with torch.cuda.stream(other):
+        for _ in range(200):
+            x = x @ x
+    for _ in range(2):
+        model.make_graphs(ONE, segmented=segmented)
+        assert_right(model, full)
+        for pages, old in zip(live_pages(model), before, strict=True):
+            assert torch.equal(pages, old)
+    stop.set()
+    thread.join()
+    assert not errors and set(model.cache.statistics().tier.tail(8)) == {"device"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segmented", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 4])
+def test_capture_that_fails_half_way_can_be_retried(fails_at: int, segmented: bool) -> None:
+    model, seen = make_model(config=SOME, device="cuda"), []
+
+    def fail(*_: object) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            seen.append(1)
+            if len(seen) == fails_at:
+                raise torch.OutOfMemoryError("nothing left")
+
+    handle = model.backbone.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="nothing left"):
+        model.make_graphs(SOME, segmented=segmented)
+    handle.remove()
+    assert model.graphs is None and not torch.cuda.is_current_stream_capturing()
+    batch = batch_of([1, 2], [5, 7], [3, 2])
+    assert equal(model.predict_cached(batch), model.predict(batch), torch.float64)
+    model.make_graphs(SOME, segmented=segmented)
+    assert_right(model, batch_of([1, 2], [6, 9], [3, 2]))
+
+
+@pytest.mark.gpu
+def test_a_replay_does_not_wait_for_the_device() -> None:
+    model = make_model(config=SOME, device="cuda")
+    static = model.graphs.fit(1, 8)
+    values = torch.randn(6, 16, dtype=torch.float64, device="cuda")
+    with model.cache.request([1], [np.arange(4)], weights_version=0) as plan:
+        metadata = plan.metadata([2], static.capacity)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            first, second = (model.graphs.replay(static, values, metadata, plan.wait) for _ in range(2))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(first, second) and first.isfinite().all()

@@ -26,7 +26,7 @@ from recexp.registry import nearest
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "refused", "wrong", "out of memory", "timed out", "failed")
-MODES = ("eager", "graph", "static")
+MODES = ("eager", "graph", "segmented", "static")
 TIERS = ("none", "device", "host", "partial", "miss", "mixed")
 
 TEXTS = ("status", "reason", "device", "backbone", "backend", "dtype", "mode", "tier")

@@ -1,0 +1,98 @@
+"""What cuda_graphs shows: idle time, memory of the pool, padding, and the run in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from recexp.experiments.plots import PALETTE, Plot
+
+
+def plot_launches(launches: pd.DataFrame, title: str) -> Plot:
+    """A bar a point: time the device computes, and on top the time it idles; the number of launches above."""
+    names = list(launches["backbone"].unique())
+    figure = Plot(1.5 + 0.5 * len(launches), 4)
+    for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
+        mine = launches[launches["backbone"] == name].reset_index(drop=True)
+        axes.bar(mine.index, mine["busy_ms"], color=PALETTE[0], label="kernels and copies")
+        idle = mine["p50_ms"] - mine["busy_ms"]
+        bars = axes.bar(mine.index, idle.clip(lower=0), bottom=mine["busy_ms"], color=PALETTE[4], label="idle")
+        axes.bar_label(bars, mine["launches"].astype(str), fontsize=7)
+        labels = mine["mode"] + ", " + mine["batch_size"].astype(str)
+        axes.set_xticks(mine.index, list(labels), rotation=60, ha="right", fontsize=8)
+        axes.set_title(name, fontsize=9)
+        axes.grid(alpha=0.3, axis="y")
+    figure.axes[0].set_ylabel("ms a call")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(f"{title}; above the bars: launches; below: mode, users", fontsize=10)
+    return figure
+
+
+def plot_memory(shared: pd.DataFrame, alone: pd.DataFrame, title: str) -> Plot:
+    """MB of every bucket: captured alone, and what it adds to the shared pool, largest first."""
+    figure = Plot(2 + 0.28 * len(shared), 4)
+    axes = figure.subplots()
+    keys = ["batch_size", "num_tokens"]
+    both = shared.merge(alone, on=keys, suffixes=("", "_alone"))
+    for offset, column, text in ((-0.2, "memory_bytes_alone", "a pool each"), (0.2, "memory_bytes", "one pool")):
+        total = f"{text}: {both[column].sum() / 1e9:.2f} GB together"
+        axes.bar(both.index + offset, both[column] / 1e6, 0.4, label=total, color=PALETTE[offset > 0])
+    names = both["batch_size"].astype(str) + " x " + (both["num_tokens"] // both["batch_size"]).astype(str)
+    axes.set_xticks(both.index, list(names), rotation=90, fontsize=7)
+    axes.set(xlabel="bucket, users x tokens a user", ylabel="MB by which the pool grew")
+    axes.set_title(title, fontsize=9, wrap=True)
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def plot_padding(frame: pd.DataFrame, title: str) -> Plot:
+    """Rows of ``padding``: the share of computed tokens that pads against the number of buckets, a line a spacing."""
+    figure = Plot(7, 3.6)
+    axes = figure.subplots()
+    for (spacing, rows), colour in zip(frame.groupby("spacing", sort=False), PALETTE, strict=False):
+        axes.plot(rows["buckets"], 100 * rows["padding"], "o-", color=colour, label=f"sizes: {spacing}")
+        for count, share in zip(rows["buckets"], rows["padding"], strict=True):
+            axes.annotate(f"{100 * share:.0f}", (count, 100 * share), (4, 4), textcoords="offset points", fontsize=7)
+    axes.set(
+        xlabel="token counts a batch size has",
+        ylabel="padding, % of computed tokens",
+        ylim=(0, 115 * frame["padding"].max()),
+    )
+    axes.set_title(title, fontsize=9, wrap=True)
+    axes.set_xticks(sorted(frame["buckets"].unique()))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def padding(lengths: Sequence[int], smallest: int, counts: Sequence[int]) -> pd.DataFrame:
+    """Share of computed tokens that only pad requests of such lengths, by how many sizes there are: halving from the
+    longest one, or evenly spaced."""
+    n, most = np.asarray(lengths), max(lengths)
+    rows = []
+    for count in counts:
+        halving = smallest + (most - smallest) / 2.0 ** np.arange(count)
+        even = smallest + (most - smallest) * np.arange(1, count + 1) / count
+        for spacing, sizes in (("halving", halving), ("even", even)):
+            sizes = np.unique(np.ceil(sizes).astype(int))
+            fitted = sizes[np.searchsorted(sizes, n)]
+            rows.append({"buckets": count, "spacing": spacing, "padding": 1 - n.sum() / fitted.sum()})
+    return pd.DataFrame(rows)
+
+
+def sentences(latency: pd.DataFrame, report: pd.DataFrame) -> list[str]:
+    """What the run showed, in words."""
+    said = []
+    for name, rows in latency[latency["status"] == "ok"].groupby("backbone", sort=False):
+        for batch_size in sorted({rows["batch_size"].min(), rows["batch_size"].max()}):
+            ms = rows[rows["batch_size"] == batch_size].set_index("mode")["p50_ms"].astype(float)
+            others = [f"{m} {ms[m]:.3f} ms ({ms['eager'] / ms[m]:.2f} times as fast)" for m in ms.index if m != "eager"]
+            said.append(f"{name}, {batch_size} at a time: eager {ms['eager']:.3f} ms, {', '.join(others)}.")
+    for key, rows in report[report["segments"] > 0].groupby(["backbone", "mode"], sort=False):
+        said.append(
+            f"{', '.join(map(str, key))}: {len(rows)} buckets were captured in {rows['capture_ms'].sum() / 1e3:.1f} s."
+        )
+    return said
