@@ -35,7 +35,8 @@ class KVMetadata:
 
     With a capacity the fields are longer than their used part, and the tail is set as well: users behind the last have
     no pages and no tokens (offsets repeat their last value), page ids are SCRATCH_PAGE, and tokens to append have
-    `batch_indices = B, position = 0` with B the capacity. `kv_indices[kv_indptr[B]]` is the first id behind the used
+    `batch_indices = B` with B the capacity and `position` 0 to page_size - 1 in turn: writes to one slot would wait for
+    each other. `kv_indices[kv_indptr[B]]` is the first id behind the used
     ones, the scratch page: a kernel that follows the rule above needs no mask for the tail.
     """
 
@@ -173,6 +174,7 @@ def _layout(like: KVMetadata, pages: Ints, total: Ints, new: Ints, seqlens: Ints
     position = np.arange(new.sum()) + np.repeat(total - new.cumsum(), new)  # the last new[b] of total[b] positions
     tail = (0, len(like.position) - len(position))
     rows = np.pad(np.repeat(np.arange(len(new)), new), tail, constant_values=len(new))
+    position = np.append(position, np.arange(tail[1]) % page_size)
     page_ids = np.pad(pages, (0, len(like.kv_indices) - len(pages)), constant_values=SCRATCH_PAGE)
     last = np.where(total > 0, (total - 1) % page_size + 1, 0)
     return {
@@ -185,7 +187,7 @@ def _layout(like: KVMetadata, pages: Ints, total: Ints, new: Ints, seqlens: Ints
         "kv_indices": (page_ids, "the scratch page behind the pages that kv_indptr counts"),
         "new_history_offsets": (_sums(new), ""),
         "batch_indices": (rows, "the user by new_history_offsets, or B behind them"),
-        "position": (np.pad(position, tail), "contiguous up to total_history_lengths, or 0 behind new_history_offsets"),
+        "position": (position, "contiguous up to total_history_lengths; slots of a page in turn behind them"),
     }
 
 

@@ -394,6 +394,7 @@ def test_capacity_rules() -> None:
     assert graphs.num_capture_pages(buckets, 32) == 16 * 128 and graphs.num_capture_pages([Bucket(2, 7, 1)], 2) == 4
     models = {"hstu": {"num_items": 9, "max_history_pairs": PAIRS, "max_candidates": CANDIDATES}}
     some = {"name": "a", "notebook": "a.ipynb", "models": models}
+    some |= {"data": {"max_candidates": CANDIDATES}, "measure": {"num_candidates": CANDIDATES}}
     ExperimentConfig(**some, graphs={"tokens_per_user": [30]})
     with pytest.raises(ValueError, match="has 31, and a user has at most 30 tokens"):
         ExperimentConfig(**some, graphs={"tokens_per_user": [8, 31]})
