@@ -117,16 +117,15 @@ report.head(12).round(3)
 # real request log, each request computed whole.
 
 # %%
-interactions = load_interactions(experiment.data, quiet)
-largest = max(experiment.models.values(), key=lambda m: m.max_history_tokens)
-log = request_log(interactions, experiment.data.max_candidates, None)
-lengths = [
-    min(2 * int(batch.num_pairs.sum()), largest.max_history_tokens) + int(batch.num_candidates.sum()) for batch in log
-]
-padding = graph_figures.padding(lengths, experiment.data.max_candidates, experiment.replay.bucket_counts)
-run.save(padding, "padding")
-title = f"Padding of {len(lengths):,} requests of {interactions.name}, {min(lengths)} to {max(lengths)} tokens"
-run.figure(graph_figures.plot_padding(padding, title), "padding")
+if experiment.data:
+    interactions = load_interactions(experiment.data, quiet)
+    longest = max(model.max_history_tokens for model in experiment.models.values())
+    log = request_log(interactions, experiment.data.max_candidates, None)
+    lengths = [min(2 * int(batch.num_pairs.sum()), longest) + int(batch.num_candidates.sum()) for batch in log]
+    padding = graph_figures.padding(lengths, experiment.data.max_candidates, experiment.replay.bucket_counts)
+    run.save(padding, "padding")
+    title = f"Padding of {len(lengths):,} requests of {interactions.name}, {min(lengths)} to {max(lengths)} tokens"
+    display(run.figure(graph_figures.plot_padding(padding, title), "padding"))
 
 # %% [markdown]
 # ## Where the numbers differ

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +20,8 @@ def window_start(num_pairs: Any, max_pairs: int, hop: int) -> Any:
     Between two moves the kept pairs start at the same one, so their cached keys and values stay valid.
     Accepts an int or an integer array and returns the same.
     """
-    return (
-        np.maximum(0, -((max_pairs - num_pairs) // hop) * hop)
-        if not isinstance(num_pairs, int)
-        else (max(0, -((max_pairs - num_pairs) // hop) * hop))
-    )
+    start = -((max_pairs - num_pairs) // hop) * hop
+    return start * (start > 0)
 
 
 def _check_ids(name: str, ids: Any, length: int, of_what: str) -> None:
@@ -178,16 +174,12 @@ class TokenBatch:
     padding: bool = False
 
     def __post_init__(self) -> None:
-        check_offsets(self.values.shape[0], self.seq_offsets, self.num_candidates, self.padding)
-        if self.seq_offsets.device.type == "cpu" and self.num_candidates.shape[0]:
-            longest = int(self.seq_offsets.diff().max())
-            if self.max_seqlen < longest:
-                raise ValueError(
-                    f"max_seqlen {self.max_seqlen} is below {longest}, the longest row; pass the longest or more"
-                )
+        check_offsets(self.values.shape[0], self.seq_offsets, self.num_candidates, self.max_seqlen, self.padding)
 
 
-def check_offsets(num_tokens: int, seq_offsets: Tensor, num_candidates: Tensor, padding: bool = False) -> None:
+def check_offsets(
+    num_tokens: int, seq_offsets: Tensor, num_candidates: Tensor, max_seqlen: int | None, padding: bool = False
+) -> None:
     """Refuse offsets and candidate counts that do not describe ``num_tokens`` rows; see TokenBatch."""
     for name, tensor in (("seq_offsets", seq_offsets), ("num_candidates", num_candidates)):
         if not isinstance(tensor, Tensor) or tensor.ndim != 1 or tensor.dtype not in (torch.int32, torch.int64):
@@ -197,6 +189,8 @@ def check_offsets(num_tokens: int, seq_offsets: Tensor, num_candidates: Tensor, 
             f"seq_offsets has {seq_offsets.shape[0]} entries and num_candidates {num_candidates.shape[0]}; "
             "B users need B + 1 and B"
         )
+    if max_seqlen is not None and (not isinstance(max_seqlen, int) or max_seqlen < 0):
+        raise ValueError(f"max_seqlen {max_seqlen!r} must be a host integer, 0 or more")
     if seq_offsets.device.type != "cpu" or num_candidates.device.type != "cpu":
         return
     starts, lengths = seq_offsets.tolist(), seq_offsets.diff().tolist()
@@ -213,3 +207,5 @@ def check_offsets(num_tokens: int, seq_offsets: Tensor, num_candidates: Tensor, 
             raise ValueError(
                 f"row {row} has {candidates} candidates and {length} tokens; candidates are 0 to the row's tokens"
             )
+    if max_seqlen is not None and max_seqlen < max(lengths, default=0):
+        raise ValueError(f"max_seqlen {max_seqlen} is below {max(lengths)}, the longest row; pass the longest or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +14,20 @@ from torch import nn
 from recexp.config import ModelConfig, load_config
 from recexp.registry import nearest
 
+if TYPE_CHECKING:
+    from recexp.model import RankingModel
+
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
+MEANING = (
+    "backbone",
+    "num_heads",
+    "head_dim",
+    "residual",
+    "scaling_seqlen",
+    "max_history_pairs",
+    "window_hop",
+    "context",
+)
 
 
 def save(model: nn.Module, config: ModelConfig, folder: str | Path) -> Path:
@@ -26,6 +40,8 @@ def save(model: nn.Module, config: ModelConfig, folder: str | Path) -> Path:
     try:
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}, part)
         os.replace(part, folder / WEIGHTS)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{folder / WEIGHTS} could not be written: {error}") from error
     finally:
         part.unlink(missing_ok=True)
     return folder / WEIGHTS
@@ -41,10 +57,11 @@ def load_config_of(folder: str | Path) -> ModelConfig:
     return config
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Load the weights of ``folder``, converted to the model's dtype.
+def load_weights(model: RankingModel, folder: str | Path) -> None:
+    """Load the weights of ``folder`` into a RankingModel, converted to its dtype.
 
-    Raises ValueError that lists every missing, unknown and wrongly shaped tensor; the model then keeps its old weights.
+    Raises ValueError that lists every missing, unknown and wrongly shaped tensor, and every setting that gives the same
+    weights another meaning (heads, scaling_seqlen, …); the model then keeps its old weights.
     """
     path = Path(folder) / WEIGHTS
     try:
@@ -59,8 +76,14 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         for name in wanted
         if name in found and found[name].shape != wanted[name].shape
     ]
+    theirs, ours = load_config_of(folder), model.config
+    problems += [
+        f"{name} is {getattr(theirs, name)!r}, the model's is {getattr(ours, name)!r}"
+        for name in MEANING
+        if getattr(theirs, name) != getattr(ours, name)
+    ]
     if problems:
-        raise ValueError(f"{path} does not fit the model ({len(problems)} tensors):\n  " + "\n  ".join(problems))
+        raise ValueError(f"{path} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems))
     with torch.no_grad():
         model.load_state_dict(found)
 

@@ -39,8 +39,11 @@ def list_names(
     """Experiments, backbones and attention backends."""
     from recexp.layers import attention_backends, backbones
 
-    print("experiments:")
-    for path in sorted((configs / "experiments").glob("*.yaml")):
+    paths = sorted((configs / "experiments").glob("*.yaml"))
+    print(
+        "experiments:" if paths else f"experiments: none in {configs / 'experiments'}; name their folder by --configs"
+    )
+    for path in paths:
         print(f"  {path}")
     print("backbones:", ", ".join(backbones))
     print("attention backends:", ", ".join(attention_backends))

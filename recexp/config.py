@@ -17,8 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from recexp.registry import nearest
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+Counts = Annotated[list[Count], Field(min_length=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def cache_dir() -> Path:
@@ -58,9 +63,7 @@ class ModelConfig(Strict):
     num_items: Count
     num_actions: Count = 6
     context: dict[str, Count] = {}  # feature name -> number of ids; "user_id" reads the batch's user ids
-    embedding_size: Count | None = (
-        None  # width of item and context tables; another width than hidden_size needs mlp_size
-    )
+    embedding_size: Count | None = None  # of item and context tables; other than hidden_size it needs mlp_size
     mlp_size: Count | None = None  # hidden width of the item and context MLPs; None: no projection
     hidden_size: Count = 64
     num_layers: Count = 2
@@ -68,7 +71,7 @@ class ModelConfig(Strict):
     head_dim: Count = 32
     ffn_size: Count | None = None  # Transformer only; None: 4 * hidden_size
     residual: bool = True
-    scaling_seqlen: float = Field(20.0, gt=0)  # N of SiLU attention, the same on every path
+    scaling_seqlen: Positive = 20.0  # N of SiLU attention, the same on every path
     max_history_pairs: Count = 100
     window_hop: Count | None = None  # pairs by which the window of a long history moves; None: a quarter of the maximum
     max_candidates: Count = 256
@@ -77,10 +80,10 @@ class ModelConfig(Strict):
     head_sizes: list[Count] = [64]
     dropout: Fraction = 0.0  # on embeddings, in layers and in the head, while training
     item_id_dropout: Fraction = 0.0  # whole item embeddings dropped while training, so that ids alone do not overfit
-    embedding_std: float = Field(0.02, gt=0)
+    embedding_std: Positive = 0.02
     attention_backend: str = "auto"  # the fastest that takes the request, or a name of `recexp list`
     fused_layers: bool = False  # HSTU without gradients: five kernels a layer (recexp.layers.fused)
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -125,7 +128,7 @@ class TaskConfig(Strict):
 
     name: str
     kind: Literal["threshold", "bit"] = "threshold"
-    value: int = Field(ge=0)
+    value: int = Field(ge=0, le=62)
 
 
 class SyntheticConfig(Strict):
@@ -134,9 +137,15 @@ class SyntheticConfig(Strict):
     num_users: Count = 200
     num_items: Count = 500
     num_actions: int = Field(6, ge=2)
-    length_quantiles: list[Count] = [10, 30, 60, 120, 300]  # evenly spaced quantiles, minimum and maximum included
-    zipf_exponent: float = Field(1.0, ge=0)
-    seed: int = Field(0, ge=0)
+    length_quantiles: Counts = [
+        10,
+        30,
+        60,
+        120,
+        300,
+    ]  # evenly spaced quantiles, minimum and maximum included
+    zipf_exponent: float = Field(1.0, ge=0, allow_inf_nan=False)
+    seed: Seed = 0
 
 
 class DataConfig(Strict):
@@ -156,8 +165,12 @@ class DataConfig(Strict):
             raise ValueError(
                 "dataset 'movielens' needs folder: the folder that holds ratings.csv, ratings.dat or u.data"
             )
+        if self.dataset != "movielens" and self.folder is not None:
+            raise ValueError(f"dataset {self.dataset!r} takes no folder (got {self.folder}); use dataset: movielens")
         if not self.tasks:
             raise ValueError("tasks is empty; name at least one, such as {name: liked, kind: threshold, value: 4}")
+        if len(names := [task.name for task in self.tasks]) > len(set(names)):
+            raise ValueError(f"tasks {names} share a name; results are told apart by it")
         return self
 
 
@@ -167,29 +180,29 @@ class TrainingConfig(Strict):
     kind: Literal["training"] = "training"
     num_steps: Count = 1500
     users_per_batch: Count = 16
-    learning_rate: float = Field(3e-3, gt=0)
+    learning_rate: Positive = 3e-3
     betas: tuple[Fraction, Fraction] = (0.9, 0.98)
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
     warmup_fraction: Fraction = 0.05
-    gradient_clip: float = Field(1.0, gt=0)
+    gradient_clip: Positive = 1.0
     averaging: Fraction = 0.99  # decay of the exponential average of the weights, which is what is evaluated and kept
     evaluate_every: Count = 100  # steps between validations; the best averaged weights are kept
     patience: Count = 5  # validations without a better one before training stops
     max_candidates: Count = 10  # candidates behind each random window
     num_threads: Count = 1  # on a CPU: more than one hardly helps a small model, and the weights would depend on it
-    seed: int = Field(0, ge=0)
+    seed: Seed = 0
 
 
 class MeasureConfig(Strict):
     """What ``compare_backbones`` measures, and how long a point may take."""
 
-    batch_sizes: list[Count] = [1, 4, 16]
-    history_pairs: list[Count] = [10, 25, 50, 100]
+    batch_sizes: Counts = [1, 4, 16]
+    history_pairs: Counts = [10]  # none above a model's max_history_pairs
     num_candidates: Count = 10
-    dtypes: list[Literal["float64", "float32", "bfloat16", "float16"]] = ["float64", "float32", "bfloat16"]
+    dtypes: Annotated[list[Dtype], Field(min_length=1)] = ["float64", "float32", "bfloat16"]
     min_runs: Count = 10
     max_runs: Count = 50
-    max_seconds: float = Field(1.0, gt=0)  # per point
+    max_seconds: Positive = 1.0  # per point
     precision_requests: Count = 1000  # test requests on which dtypes are compared
 
     @model_validator(mode="after")
@@ -241,7 +254,7 @@ class GraphConfig(Strict):
 class ReplayConfig(Strict):
     """The requests of ``cuda_graphs``: the longest history, cached but for its newest pairs."""
 
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     page_size: Count = 32
     new_pairs: Count = 64
     bucket_counts: list[Count] = [1, 2, 3, 4, 6, 8, 12]  # how many token counts, for the share of padding
@@ -251,11 +264,11 @@ class ExperimentConfig(Strict):
     """One experiment: its notebook, and everything the notebook needs."""
 
     kind: Literal["experiment"] = "experiment"
-    name: str = Field(pattern=r"^[a-z0-9_]+$")
+    name: Name
     notebook: Path  # relative to the nearest folder above the configuration that holds it
     device: str = "auto"  # auto: cuda where there is one, else cpu
-    data: DataConfig = DataConfig()
-    models: dict[str, ModelConfig]
+    data: DataConfig | None = None  # None: the experiment makes its own requests
+    models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
     training: TrainingConfig = TrainingConfig()
     measure: MeasureConfig = MeasureConfig()
     cache: CacheConfig = CacheConfig()
@@ -263,9 +276,27 @@ class ExperimentConfig(Strict):
     replay: ReplayConfig = ReplayConfig()
 
     @model_validator(mode="after")
-    def _graphs_fit(self) -> ExperimentConfig:
-        for model in self.models.values():
+    def _models_fit(self) -> ExperimentConfig:
+        pairs, candidates, tasks = max(self.measure.history_pairs), self.measure.num_candidates, None
+        if self.data:
+            candidates, tasks = max(candidates, self.data.max_candidates), len(self.data.tasks)
+        for name, model in self.models.items():
             self.graphs.buckets(model)
+            if name == "random":
+                raise ValueError("models.random: the report calls a random order so; choose another name")
+            if tasks not in (None, model.num_tasks):
+                raise ValueError(
+                    f"models.{name}.num_tasks is {model.num_tasks} for {tasks} data.tasks; make them equal"
+                )
+            if model.max_candidates < candidates:
+                raise ValueError(
+                    f"models.{name}.max_candidates {model.max_candidates} is below the {candidates} of data or measure"
+                )
+            if model.max_history_pairs < pairs:
+                raise ValueError(
+                    f"measure.history_pairs has {pairs}, above models.{name}.max_history_pairs "
+                    f"{model.max_history_pairs}; lower it, or raise that of the model"
+                )
         return self
 
 
@@ -294,13 +325,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _follow(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace paths of an experiment (models, data, training) by what the files hold."""
+    """Replace paths of an experiment (models, data, training) by what the files hold; anchor the data's folder."""
     values = dict(values)
     for key in ("data", "training"):
         if isinstance(values.get(key), str):
             values[key] = _read(folder / values[key])
     if isinstance(models := values.get("models"), dict):
         values["models"] = {n: _read(folder / m) if isinstance(m, str) else m for n, m in models.items()}
+    for data in (values, values.get("data")):
+        if isinstance(data, dict) and isinstance(data.get("folder"), str):
+            data["folder"] = str((folder / data["folder"]).resolve())
     return values
 
 
@@ -322,17 +356,20 @@ def _override(values: dict[str, Any], assignment: str) -> None:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Any:
     """Read a configuration of any kind, with overrides like ``models.hstu.hidden_size=128`` (values are YAML).
 
+    Paths in the file are relative to it, those in overrides to the working directory.
+
     Returns a ModelConfig, DataConfig, TrainingConfig or ExperimentConfig, by the file's ``kind``.
     Raises ValueError: no such file, not a mapping, unknown kind or key (with the nearest known one), impossible value.
     """
     path = Path(path)
     values = _read(path)
     kind = values.get("kind")
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"{path}: kind {kind!r}; " + nearest(str(kind), list(KINDS)))
     values = _follow(values, path.parent)
     for assignment in overrides:
         _override(values, assignment)
+    values = _follow(values, Path())  # paths in overrides are the caller's
     try:
         return KINDS[kind].model_validate(values)
     except ValidationError as error:

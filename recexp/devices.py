@@ -113,6 +113,8 @@ def resolve(device: str) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is not a device; use auto, cpu, cuda or cuda:N") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not supported; use auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
         raise ValueError(f"device {device!r} asked for, and this machine has {count} CUDA devices; use auto or cpu")

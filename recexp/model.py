@@ -73,6 +73,8 @@ class RankingModel(nn.Module):
         An item token of the history comes before its action and sees none of it, so its row is what the row of the
         first candidate would be. Histories longer than the maximum are cut to their window first.
         """
+        if rows not in ("candidates", "items"):
+            raise ValueError(f"rows {rows!r}; known: candidates, items")
         self.check(batch)
         batch = batch.windowed(self.config.max_history_pairs, self.config.window_hop or 1)
         layout = token_layout(batch, len(self.config.context))

@@ -86,14 +86,19 @@ def train(
     )
     folder = cache_dir() / "checkpoints" / f"{config.backbone}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     history_file = folder / "training.json"
-    if (folder / WEIGHTS).is_file() and history_file.is_file():
-        return Trained(RankingModel.load(folder, device), folder, json.loads(history_file.read_text()))
+    if (folder / WEIGHTS).is_file():
+        try:
+            return Trained(RankingModel.load(folder, device), folder, json.loads(history_file.read_text()))
+        except (ValueError, OSError) as error:  # JSON errors are ValueErrors
+            print(f"the kept training {folder} is damaged and made anew: {error}")
     model = RankingModel(config, device)
     with _threads(training.num_threads):
         history = _fit(model, data.tasks, training, interactions, splits, quiet)
     folder.mkdir(parents=True, exist_ok=True)
     history_file.write_text(json.dumps(history))
     model.save(folder)
+    if not quiet:
+        print(f"wrote {folder}")
     return Trained(model, folder, history)
 
 

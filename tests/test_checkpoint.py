@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from recexp import RankingModel, SequenceBatch
 from recexp.checkpoint import load_weights
@@ -48,6 +49,13 @@ def test_the_other_backbone_is_refused_with_near_names(tmp_path: Path) -> None:
         load_weights(model(), tmp_path)
 
 
+def test_the_same_shapes_with_another_meaning_are_refused(tmp_path: Path) -> None:
+    model(num_heads=2, head_dim=32, scaling_seqlen=20.0).save(tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_weights(model(num_heads=4, head_dim=16, scaling_seqlen=30.0), tmp_path)
+    assert "num_heads is 2, the model's is 4" in str(error.value) and "scaling_seqlen is 20.0" in str(error.value)
+
+
 def test_absent_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint in"):
         RankingModel.load(tmp_path)
@@ -61,9 +69,9 @@ def test_a_failed_save_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pyt
     model().save(tmp_path)
 
     def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr("recexp.checkpoint.save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"model.safetensors could not be written: .*No space left"):
         model(hidden_size=32).save(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]

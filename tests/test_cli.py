@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from recexp import __version__, cli
@@ -51,6 +52,15 @@ def test_list_and_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (["run", str(QUICK), "--set", "device=cuda:9"], "device 'cuda:9' asked for, and this machine has"),
         (["run", str(QUICK), "--set", "device=gpu"], "is not a device; use auto, cpu, cuda or cuda:N"),
         (["run", str(QUICK), "--set", "notebook=notebooks/none.ipynb"], "no notebooks/none.ipynb in"),
+        (["run", str(QUICK), "--set", "device=mps"], "device 'mps' is not supported"),
+        (["run", str(QUICK), "--set", "models.hstu.num_items=10"], "--set models.hstu.num_items=60"),
+        (["run", str(QUICK), "--set", "models.hstu.num_tasks=3"], "num_tasks is 3 for 2 data.tasks"),
+        (["run", str(QUICK), "--set", "models.hstu.max_candidates=2"], "max_candidates 2 is below the 10"),
+        (["run", str(QUICK), "--set", "measure.history_pairs=[30]"], "measure.history_pairs has 30"),
+        (["run", str(QUICK), "--set", "data={dataset: movielens, folder: none}"], "none"),
+        (["run", str(QUICK), "--set", "data.synthetic.length_quantiles=[3]"], "users need 4 interactions"),
+        (["run", str(QUICK), "--set", "models={random: {num_items: 60}}"], "models.random"),
+        (["run", str(QUICK), "--results", str(QUICK)], "is a file; name a folder"),
         (["data", "fetch", "ml-1m"], "data set 'ml-1m' cannot be fetched"),
         (["seeds", str(QUICK), "--set", "data.dataset=movielens"], "needs folder"),
     ],
@@ -75,10 +85,12 @@ def test_unknown_option_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_run_is_exit_code_1_and_leaves_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A history length nobody has shows only while measuring, inside the notebook."""
-    monkeypatch.setenv("RECEXP_CACHE", str(tmp_path / "cache"))
-    overrides = ["--set", "measure.history_pairs=[2000]", "--set", "models.transformer.num_layers=1", "--quiet"]
-    assert call(monkeypatch, "run", str(QUICK), "--results", str(tmp_path), *overrides) == 1
+    cells = [nbformat.v4.new_code_cell('config = ""\nrun_dir = ""\nquiet = True', metadata={"tags": ["parameters"]})]
+    cells.append(nbformat.v4.new_code_cell("1 / 0"))
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "broken.ipynb")
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "run", str(QUICK), "--set", "notebook=broken.ipynb", "--quiet") == 1
     err = capsys.readouterr().err
-    assert "lower history_pairs" in err and "cell [" in err
-    assert [p.suffix for p in (tmp_path / "compare_backbones").iterdir()] == [".partial"]
+    assert "cell [3]" in err and "ZeroDivisionError" in err
+    assert [p.suffix for p in (tmp_path / "results/compare_backbones").iterdir()] == [".partial"]

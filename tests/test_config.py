@@ -53,6 +53,18 @@ def test_derived_values_are_written_out() -> None:
         ("kind: model\nnum_items: 5\nnum_positions: 200\n", "num_positions 200 is below 201"),
         ("kind: model\nnum_items: 5\nwindow_hop: 101\n", "window_hop 101 exceeds max_history_pairs 100"),
         ("kind: model\nnum_items: 5\nembedding_size: 32\n", "embedding_size 32 differs from hidden_size 64"),
+        (
+            "kind: model\nnum_items: 5\nmax_history_pairs: '10'\n",
+            "max_history_pairs: Input should be a valid integer (got '10')",
+        ),
+        ("kind: model\nnum_items: true\n", "num_items: Input should be a valid integer (got True)"),
+        ("kind: model\nnum_items: 5\nembedding_std: .inf\n", "embedding_std: Input should be a finite number"),
+        ("kind: model\nnum_items: 5\nseed: 18446744073709551616\n", "seed: Input should be less than 4294967296"),
+        ("kind: data\nfolder: x\n", "dataset 'ml-100k' takes no folder"),
+        ("kind: data\ntasks: [{name: a, value: 1}, {name: a, value: 2}]\n", "tasks ['a', 'a'] share a name"),
+        ("kind: [a]\n", "kind ['a']; known"),
+        ("kind: experiment\nname: x\nnotebook: a\nmodels: {}\n", "models: Dictionary should have at least 1 item"),
+        ("kind: experiment\nname: x\nnotebook: a\nmodels: {item mean: {num_items: 5}}\n", "should match pattern"),
         ("kind: model\n", "num_items: Field required"),
         ("kind: data\ndataset: movielens\n", "needs folder"),
         ("kind: data\ntasks: []\n", "tasks is empty"),
@@ -87,3 +99,15 @@ def test_missing_file_names_the_nearest_one() -> None:
 def test_bad_overrides(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(SMALL, [override])
+
+
+def test_paths_in_a_file_are_relative_to_it_and_those_of_overrides_to_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep").mkdir()
+    path = write(tmp_path / "deep", "kind: data\ndataset: movielens\nfolder: ratings\n")
+    assert load_config(path).folder == tmp_path / "deep/ratings"
+    assert load_config(path, ["folder=other"]).folder == tmp_path / "other"
+    experiment = load_config(ROOT / "configs/experiments/compare_backbones.yaml", [f"models.hstu={SMALL}"])
+    assert experiment.models["hstu"] == load_config(SMALL)

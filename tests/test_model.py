@@ -24,10 +24,15 @@ def batch(candidates: list[list[int]] | None = None) -> SequenceBatch:
     return SequenceBatch.from_lists([0, 1, 2, 3], items, actions, candidates or [[7, 8, 150], [3, 199], [5], []])
 
 
+SHAPES = [{}, {"hidden_size": 10, "num_heads": 3, "head_dim": 7}, {"hidden_size": 65, "num_heads": 1, "head_dim": 9}]
+SHAPES += [{"hidden_size": 50, "ffn_size": 37, "embedding_size": 7, "mlp_size": 9, "head_sizes": [9]}]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.get("hidden_size", 64)))
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_candidate_independence_of_the_logits(backbone: str) -> None:
+def test_candidate_independence_of_the_logits(backbone: str, shape: dict[str, object]) -> None:
     """On the reference path in float64: permuting is bit-exact, removing moves no other logit by more than 1e-12."""
-    model = RankingModel(config(backbone), dtype=torch.float64)
+    model = RankingModel(config(backbone, **shape), dtype=torch.float64)
     many = torch.randperm(200, generator=torch.Generator().manual_seed(0))[:60]
     logits = model.predict(batch([many.tolist(), [3, 199], [5], []]))
     order = torch.randperm(60, generator=torch.Generator().manual_seed(1))
@@ -102,6 +107,12 @@ def test_ids_outside_the_tables_are_named(field: str, value: list[list[int]], me
     users = rows.pop("user_ids", [0, 1, 2])
     with pytest.raises(ValueError, match=message):
         RankingModel(config(context={"user_id": 50})).predict(SequenceBatch.from_lists(users, **rows))
+
+
+def test_unknown_rows_are_refused_and_any_feature_name_is_taken() -> None:
+    with pytest.raises(ValueError, match="rows 'all'; known: candidates, items"):
+        RankingModel(config())(batch(), rows="all")  # type: ignore[arg-type]
+    assert RankingModel(config(context={"keys": 5, "type": 3})).sequence.features == ["keys", "type"]
 
 
 def test_unknown_names_and_absent_devices() -> None:

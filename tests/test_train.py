@@ -42,6 +42,17 @@ def test_training_learns_and_the_same_training_is_reused(cache: Path) -> None:
     assert other.folder != first.folder
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "training.json"])
+def test_a_damaged_checkpoint_is_made_anew(cache: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    interactions = load_interactions(DATA)
+    splits, short = make_splits(DATA, interactions), SHORT.model_copy(update={"num_steps": 2})
+    first = train(SMALL, DATA, short, interactions, splits, quiet=True)
+    path = first.folder / name
+    path.write_bytes(path.read_bytes()[:-20])
+    again = train(SMALL, DATA, short, interactions, splits, quiet=True)
+    assert "is damaged and made anew" in capsys.readouterr().out and again.history == first.history
+
+
 def test_an_interrupted_training_leaves_no_checkpoint(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: object) -> None:
         raise KeyboardInterrupt

@@ -46,7 +46,7 @@ class Interactions:
         """Your own log: four arrays with an entry per event, in any order; users and items are integers or strings.
 
         The order of the arrays breaks ties of time; values are the action_values. Raises ValueError when the arrays are
-        empty or differ in length, or an action id is outside 0 … len(values) - 1.
+        empty or differ in length, hold what is no id or time, or an action id is outside 0 … len(values) - 1.
         """
         users, items, actions, times = (np.asarray(a) for a in (users, items, action_ids, times))
         if len(set(lengths := [len(a) for a in (users, items, actions, times)])) > 1:
@@ -55,6 +55,12 @@ class Interactions:
             )
         if not len(users):
             raise ValueError(f"{name} holds no interactions; give at least one")
+        if actions.dtype.kind not in "iu" or times.dtype.kind not in "iuf" or not np.isfinite(times).all():
+            raise ValueError(
+                f"{name}: action ids are {actions.dtype} and times {times.dtype}; give integers and finite times"
+            )
+        if None in users or None in items:
+            raise ValueError(f"{name}: a user or an item is None; leave such events out")
         if len(bad := np.flatnonzero((actions < 0) | (actions >= len(values)))):
             limit = f"0 … {len(values) - 1}; values needs an entry per id"
             raise ValueError(f"{name}: action id {actions[bad[0]]} of event {bad[0]} is outside {limit}")

@@ -126,7 +126,7 @@ def latencies(
             "batch_size": batch_size,
             "history_pairs": pairs,
             "num_tokens": tokens,
-            "num_candidates": config.num_candidates,
+            "num_candidates": batch_size * config.num_candidates,
         }
         tested, expected = model.predict(batches[0]).cpu(), reference_of(model).predict(batches[0]).cpu()
         columns["error"] = difference(tested, expected).relative

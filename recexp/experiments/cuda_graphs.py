@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from recexp.batch import TokenBatch
-from recexp.config import ExperimentConfig
+from recexp.config import ExperimentConfig, GraphConfig
 from recexp.devices import describe_device
 from recexp.experiments.backbones import backend_of
 from recexp.experiments.compare import LIMITS, difference, trace, trace_differences
@@ -147,11 +147,9 @@ def kernels(call: Callable[[], object]) -> tuple[int, float]:
 
 def memory_alone(model: RankingModel, experiment: ExperimentConfig) -> pd.DataFrame:
     """memory_bytes of every bucket captured into a pool of its own. The model has no graphs afterwards."""
-    frames = []
-    for batch_size in experiment.graphs.batch_sizes:
-        for tokens in {b.num_tokens // b.batch_size for b in experiment.graphs.buckets(model.config)}:
-            one = experiment.graphs.model_copy(update={"batch_sizes": [batch_size], "tokens_per_user": [tokens]})
-            frames.append(model.make_graphs(one).report())
+    shapes = [(b.batch_size, b.num_tokens // b.batch_size) for b in experiment.graphs.buckets(model.config)]
+    alone = (GraphConfig(batch_sizes=[users], tokens_per_user=[tokens]) for users, tokens in shapes)
+    frames = [model.make_graphs(config).report() for config in alone]
     model.graphs = None
     return pd.concat(frames, ignore_index=True)
 

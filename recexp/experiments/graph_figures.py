@@ -13,7 +13,7 @@ from recexp.experiments.plots import PALETTE, Plot
 def plot_launches(launches: pd.DataFrame, title: str) -> Plot:
     """A bar a point: time the device computes, and on top the time it idles; the number of launches above."""
     names = list(launches["backbone"].unique())
-    figure = Plot(1.5 + 0.5 * len(launches), 4)
+    figure = Plot(3 + 0.3 * len(launches), 4)
     for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
         mine = launches[launches["backbone"] == name].reset_index(drop=True)
         axes.bar(mine.index, mine["busy_ms"], color=PALETTE[0], label="kernels and copies")

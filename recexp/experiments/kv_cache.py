@@ -23,6 +23,7 @@ from recexp.experiments.backbones import backend_of
 from recexp.experiments.compare import LIMITS
 from recexp.experiments.measure import Latency, measure
 from recexp.experiments.record import row, to_frame
+from recexp.experiments.run import data_of
 from recexp.model import RankingModel
 
 OUTCOMES = ("device", "host", "partial", "miss: evicted", "miss: window moved", "miss: new user")
@@ -121,7 +122,7 @@ def _answer(
 
 def latencies(models: Mapping[str, RankingModel], frame: pd.DataFrame, experiment: ExperimentConfig) -> pd.DataFrame:
     """Rows of results: a point a model, cache, tier and history length, of requests with all their candidates."""
-    rows, full = [], experiment.data.max_candidates
+    rows, full = [], data_of(experiment).max_candidates
     for key, group in frame[frame["candidates"] == full].groupby([*CACHE, "tier", "pairs"], dropna=False, sort=False):
         name, num_pages, host_pages, tier, pairs = cast(tuple[str, float, float, str, int], key)
         if len(group) < experiment.measure.min_runs:
@@ -174,7 +175,7 @@ def copies(models: Mapping[str, RankingModel], points: pd.DataFrame, experiment:
         mine = points[same.fillna(False) & (points["backbone"] == name)]
         times = mine.pivot(index="history_pairs", columns="tier", values="p50_ms").reindex(columns=["device", "host"])
         for pairs, (device, host) in times.dropna().astype(float).iterrows():
-            before = len(model.config.context) + 2 * (int(pairs) - experiment.data.max_candidates)
+            before = len(model.config.context) + 2 * (int(pairs) - data_of(experiment).max_candidates)
             num_pages, copy = _onload_alone(model, before, experiment)
             hidden = 0.0 if model.device.type == "cpu" else float(np.clip(1 - (host - device) / copy, 0, 1))
             found = {"model": name, "history pairs": pairs, "pages": num_pages, "device hit ms": device}

@@ -17,7 +17,7 @@ from recexp.data.metrics import ranking_metrics
 from recexp.data.requests import Splits, candidate_rows, labels
 from recexp.experiments.plots import Plot, plot_quality
 from recexp.experiments.record import start_run, to_frame
-from recexp.experiments.run import load_experiment
+from recexp.experiments.run import check_data, data_of, load_experiment
 from recexp.model import RankingModel
 from recexp.train import predict_requests, train
 
@@ -64,8 +64,10 @@ def quality_plot(frame: pd.DataFrame, task: str, title: str) -> Plot:
 def seed_table(path: Path, overrides: Sequence[str], number: int, results: Path, quiet: bool) -> Path:
     """Train every model with seeds 0 … number − 1 and record their quality as the run <experiment>_seeds."""
     config: ExperimentConfig = load_experiment(path, overrides)
-    interactions = load_interactions(config.data, quiet)
-    splits = make_splits(config.data, interactions)
+    data = data_of(config)
+    interactions = load_interactions(data, quiet)
+    splits = make_splits(data, interactions)
+    check_data(config, interactions, splits)
     run = start_run(f"{config.name}_seeds", config, results, quiet=quiet)
     frames = []
     for seed in range(number):
@@ -73,7 +75,7 @@ def seed_table(path: Path, overrides: Sequence[str], number: int, results: Path,
         for name, model in config.models.items():
             trained = train(
                 model.model_copy(update={"seed": seed}),
-                config.data,
+                data,
                 config.training.model_copy(update={"seed": seed}),
                 interactions,
                 splits,
@@ -81,11 +83,11 @@ def seed_table(path: Path, overrides: Sequence[str], number: int, results: Path,
                 quiet=quiet,
             )
             models[name] = trained.model
-        frames.append(quality(models, config.data.tasks, interactions, splits, seed))
+        frames.append(quality(models, data.tasks, interactions, splits, seed))
     frame = pd.concat(frames, ignore_index=True)
     run.save(to_frame([]))
     run.save(frame, "quality")
-    for i, task in enumerate(config.data.tasks):
+    for i, task in enumerate(data.tasks):
         run.figure(quality_plot(frame, task.name, f"{interactions.name}, {task.name}"), f"quality_task{i + 1}")
     table = frame.groupby(["task", "model", "metric"], sort=False)["value"].agg(["mean", "min", "max"])
     print(table.round(4).to_string())

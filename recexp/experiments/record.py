@@ -115,6 +115,8 @@ class Run:
             with part.open("rb+") as file:
                 os.fsync(file.fileno())
             part.replace(path)
+        except OSError as error:
+            raise OSError(error.errno, f"{path} could not be written: {error.strerror or error}") from error
         finally:
             part.unlink(missing_ok=True)
         if not self.quiet:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recexp import devices
-from recexp.config import ExperimentConfig, load_config
+from recexp.config import DataConfig, ExperimentConfig, load_config
+from recexp.data import load_interactions, make_splits
+from recexp.data.interactions import Interactions
+from recexp.data.requests import Splits
 from recexp.experiments.record import start_run
 from recexp.experiments.report import execute
 from recexp.model import check_names
@@ -26,14 +29,35 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     return config
 
 
+def data_of(config: ExperimentConfig) -> DataConfig:
+    """The data of an experiment that cannot do without."""
+    if config.data is None:
+        raise ValueError(f"experiment {config.name} needs data; add data: {{dataset: ml-100k}}")
+    return config.data
+
+
+def check_data(config: ExperimentConfig, interactions: Interactions, splits: Splits) -> None:
+    """Raise ValueError where a model's tables are too small for the data, or nobody has test candidates."""
+    for name, model in config.models.items():
+        for size in ("num_items", "num_actions"):
+            needed = getattr(interactions, size)
+            if getattr(model, size) < needed:
+                raise ValueError(
+                    f"models.{name}.{size} is {getattr(model, size)}, {interactions.name} needs {needed}: "
+                    f"--set models.{name}.{size}={needed}"
+                )
+    if not len(splits.test):
+        raise ValueError(f"{interactions.name} has no test candidates; users need 4 interactions or more")
+
+
 def find_above(start: Path, relative: Path) -> Path:
-    """``relative`` in the nearest folder at or above ``start`` that holds it."""
-    for folder in (start.resolve(), *start.resolve().parents):
+    """``relative`` in the nearest folder at or above ``start``, else the working directory, that holds it."""
+    for folder in (start.resolve(), *start.resolve().parents, Path.cwd(), *Path.cwd().parents):
         if (folder / relative).is_file():
             return folder / relative
     raise ValueError(
-        f"no {relative} in {start} or any folder above it; keep the configuration inside the checkout, "
-        "or name a full path"
+        f"no {relative} in {start}, the working directory or any folder above them; "
+        "run it inside the checkout, or name a full path"
     )
 
 
@@ -43,8 +67,15 @@ def run_experiment(
     """Execute the experiment; returns the finished run's folder. What fails or is stopped leaves <run>.partial."""
     config = load_experiment(path, overrides)
     notebook = find_above(path.parent, config.notebook)
+    if results.exists() and not results.is_dir():
+        raise ValueError(f"--results {results} is a file; name a folder")
+    if config.data:  # what is wrong with it shows now, not in the middle of the notebook
+        interactions = load_interactions(config.data, quiet)
+        check_data(config, interactions, make_splits(config.data, interactions))
     run = start_run(config.name, config, results, quiet=quiet)
     execute(
         notebook, {"config": str(run.path / "config.yaml"), "run_dir": str(run.path), "quiet": quiet}, run.path, quiet
     )
-    return run.finish()
+    finished = run.finish()
+    print(f"report: {finished / 'report.html'}")
+    return finished

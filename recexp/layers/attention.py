@@ -124,6 +124,12 @@ def attend(
     """
     if q.ndim != 3 or k.shape != q.shape or v.shape != q.shape or not (q.dtype == k.dtype == v.dtype):
         raise ValueError(f"q, k and v must be alike and [T, H, d]; got {describe(q)}, {describe(k)}, {describe(v)}")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v are {q.dtype}; attention takes floating-point tensors")
+    if len(devices := {str(x.device) for x in (q, k, v, seq_offsets, num_candidates)}) > 1:
+        raise ValueError(
+            f"q, k, v, seq_offsets and num_candidates are on {', '.join(sorted(devices))}; send them to one"
+        )
     if weighting not in ("silu", "softmax"):
         raise ValueError(f"weighting {weighting!r}; known: silu, softmax")
     if weighting == "silu" and not (scaling_seqlen and scaling_seqlen > 0):
@@ -145,7 +151,7 @@ def attend(
         from recexp.layers.backends.auto import select  # knows the backends, which know this module
 
         backend, _ = select(request)
-    check_offsets(q.shape[0], seq_offsets, num_candidates, padding=backends[backend].capturable)
+    check_offsets(q.shape[0], seq_offsets, num_candidates, max_seqlen, padding=backends[backend].capturable)
     if reason := refusal(backend, request):
         raise ValueError(f"attention backend {backend!r} refuses {request}: {reason}")
     return backends[backend].run(

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 from recexp.layers.attention import KV, Attention
 from recexp.layers.backbone import register_backbone
 from recexp.layers.fused import fused_hstu_layer
-from recexp.layers.linear import Linear
+from recexp.layers.linear import Linear, rowwise
 from recexp.layers.paged_kv import append_kv
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class HSTULayer(nn.Module):
         """
         if self.fused and not torch.is_grad_enabled():
             return fused_hstu_layer(self, x, seq_offsets, num_candidates, max_seqlen, kv)
-        uvqk = silu(self.uvqk(self.input_norm(x))).unflatten(-1, (4, self.num_heads, self.head_dim))
+        uvqk = rowwise(silu, self.uvqk(self.input_norm(x))).unflatten(-1, (4, self.num_heads, self.head_dim))
         u, v, q, k = uvqk.unbind(dim=1)  # each [T, H, d], strided rows
         if kv is not None:
             append_kv(*kv, k, v, seq_offsets)

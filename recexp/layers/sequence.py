@@ -109,7 +109,7 @@ class SequenceStage(nn.Module):
         width = config.embedding_size or config.hidden_size
         self.item_embedding = nn.Embedding(config.num_items, width)
         self.action_embedding = nn.Embedding(config.num_actions, config.hidden_size)
-        self.context_embedding = nn.ModuleDict({name: nn.Embedding(num, width) for name, num in config.context.items()})
+        self.context_embedding = nn.ModuleList(nn.Embedding(num, width) for num in config.context.values())
         self.item_mlp = Projection(width, config.mlp_size, config.hidden_size) if config.mlp_size else nn.Identity()
         self.context_mlp = Projection(width, config.mlp_size, config.hidden_size) if config.mlp_size else nn.Identity()
         self.position_embedding = nn.Embedding(config.num_positions or 1, config.hidden_size)
@@ -133,7 +133,8 @@ class SequenceStage(nn.Module):
         parts = [self.item_mlp(items), self.action_embedding(batch.action_ids[action_index])]
         if self.features:
             rows = torch.stack(
-                [self.context_embedding[f](context_ids(batch, f)) for f in self.features], dim=1
+                [table(context_ids(batch, f)) for f, table in zip(self.features, self.context_embedding, strict=True)],
+                dim=1,
             )  # [B, C, D]
             parts.insert(0, self.context_mlp(rows.flatten(0, 1)[context_index]))
         values = torch.cat(parts)[order] * self.scale + self.position_embedding(positions)

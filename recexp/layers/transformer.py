@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recexp.layers.attention import KV, Attention
 from recexp.layers.backbone import register_backbone
-from recexp.layers.linear import Linear
+from recexp.layers.linear import GELU, Linear
 from recexp.layers.paged_kv import append_kv
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TransformerLayer(nn.Module):
         self.attention = Attention("softmax", head_dim**-0.5, None, backend)
         self.proj = Linear(num_heads * head_dim, hidden_size)
         self.ffn_norm = nn.LayerNorm(hidden_size, eps=eps)
-        self.ffn = nn.Sequential(Linear(hidden_size, ffn_size), nn.GELU(), Linear(ffn_size, hidden_size))
+        self.ffn = nn.Sequential(Linear(hidden_size, ffn_size), GELU(), Linear(ffn_size, hidden_size))
         self.dropout = nn.Dropout(dropout)
 
     def forward(

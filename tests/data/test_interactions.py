@@ -52,3 +52,17 @@ def test_bad_events_are_refused():
         Interactions.from_events("log", [], [], [], [], [0.0])
     with pytest.raises(ValueError, match=r"action id 2 of event 1 is outside 0 … 1; values needs an entry per id"):
         Interactions.from_events("log", [1, 1], [1, 2], [1, 2], [5, 6], [0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"action_ids": np.array([1.5, 1.0])}, "action ids are float64"),
+        ({"times": np.array([0.0, np.nan])}, "finite times"),
+        ({"users": np.array(["a", None], dtype=object)}, "a user or an item is None"),
+    ],
+)
+def test_what_is_no_id_or_time_is_refused(change, message):
+    columns = {"users": ["a", "b"], "items": [1, 2], "action_ids": [1, 1], "times": [0, 1]}
+    with pytest.raises(ValueError, match=message):
+        Interactions.from_events("log", **(columns | change), values=(np.nan, 1))

@@ -92,10 +92,16 @@ def test_reference_follows_the_rule_written_as_a_mask(
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 70), st.integers(2, 40), st.sampled_from(["silu", "softmax"]), st.integers(0, 10**6))
-def test_candidates_do_not_see_each_other(history: int, candidates: int, weighting: str, seed: int) -> None:
+@given(
+    st.integers(0, 70),
+    st.integers(2, 40),
+    st.integers(1, 33),
+    st.sampled_from(["silu", "softmax"]),
+    st.integers(0, 10**6),
+)
+def test_candidates_do_not_see_each_other(history: int, candidates: int, dim: int, weighting: str, seed: int) -> None:
     """Permuting them is bit-exact; leaving some out moves the others by no more than rounding."""
-    q, k, v, *_ = inputs_of([history], [candidates], seed)
+    q, k, v, *_ = inputs_of([history], [candidates], seed, dim)
 
     def run(rows: Tensor) -> Tensor:
         many = torch.tensor([len(rows) - history], dtype=torch.int32)
@@ -161,6 +167,10 @@ LENGTHS = (torch.tensor([0, 3], dtype=torch.int32), torch.tensor([1], dtype=torc
         ({"num_candidates": torch.tensor([4], dtype=torch.int32)}, "row 0 has 4 candidates and 3 tokens"),
         ({"seq_offsets": torch.tensor([0, 2], dtype=torch.int32)}, "3 tokens need 0 to 3"),
         ({"seq_offsets": torch.tensor([0.0, 3.0])}, "seq_offsets must be a 1-D int32 tensor, got torch.float32"),
+        ({"max_seqlen": 2}, "max_seqlen 2 is below 3, the longest row"),
+        ({"max_seqlen": 3.0}, "max_seqlen 3.0 must be a host integer"),
+        ({name: q_of(3, 2, 8, dtype=torch.int64) for name in "qkv"}, "takes floating-point tensors"),
+        ({"q": q_of(3, 2, 8).to("meta")}, "are on cpu, meta; send them to one"),
         ({"backend": "padde"}, "unknown attention backend 'padde'; did you mean 'padded'?"),
         ({"kv": (q_of(4, 2, 16, 2, 4), None)}, r"needs torch.float32 \[num_pages, 2, page_size, 2, 8\]"),
     ],

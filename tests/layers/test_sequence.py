@@ -76,7 +76,7 @@ def test_embeddings_projections_and_positions(mlp: dict[str, int]) -> None:
     tables = {
         "item": stage.item_embedding,
         "action": stage.action_embedding,
-        "context": stage.context_embedding["degree"],
+        "context": stage.context_embedding[0],
     }
     project = {"item": stage.item_mlp, "context": stage.context_mlp, "action": torch.nn.Identity()}
     rows = []

@@ -64,10 +64,13 @@ def _candidates(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, weighting: Weighting, alpha: float, n: float
 ) -> Tensor:
     """Rows that see the whole history and themselves. q, k, v: [c, H, d]; keys, values: [h, H, d]."""
-    rows = whole_tiles(q)  # so that a candidate's result does not depend on its place among the others
-    scores = torch.einsum("ihd,jhd->hij", rows, keys) * alpha  # [H, c padded, h]
-    own = whole_tiles((q * k).sum(dim=-1)).t().unsqueeze(-1) * alpha  # [H, c padded, 1]
+    num_candidates, _, head_dim = q.shape
+    # whole tiles, so that a candidate's result does not depend on its place among the others
+    q, k, v = whole_tiles(q), whole_tiles(k), whole_tiles(v)
+    keys, values = whole_tiles(keys, row_tile=1), whole_tiles(values, row_tile=1)
+    scores = torch.einsum("ihd,jhd->hij", q, keys) * alpha  # [H, c, h]
+    own = (q * k).sum(dim=-1).t().unsqueeze(-1) * alpha  # [H, c, 1]
     weights = torch.cat([scores, own], dim=-1)
     weights = silu(weights) / n if weighting == "silu" else weights.softmax(dim=-1)
-    from_history = torch.einsum("hij,jhd->ihd", weights[..., :-1], values)[: q.shape[0]]
-    return from_history + weights[:, : q.shape[0], -1].t().unsqueeze(-1) * v
+    from_history = torch.einsum("hij,jhd->ihd", weights[..., :-1], values)
+    return (from_history + weights[..., -1].t().unsqueeze(-1) * v)[:num_candidates, :, :head_dim]
