@@ -243,6 +243,8 @@ def test_the_bucket_is_the_one_with_fewest_tokens_then_users() -> None:
     assert picked == {
         (1, 8): (1, 8), (1, 9): (1, 16), (2, 8): (2, 16), (2, 17): (2, 32), (3, 30): (4, 32), (1, 124): (4, 124)
     }  # fmt: skip
+    sparse = make_model(config=GraphConfig(batch_sizes=[1, 2], tokens_per_user=[8, 31])).graphs.fit
+    assert sparse(1, 10).bucket[:2] == (2, 16)  # rows cost more than users
 
 
 def test_what_fits_nowhere_is_an_error_or_counted() -> None:
