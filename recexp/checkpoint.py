@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -13,9 +12,6 @@ from torch import nn
 
 from recexp.config import ModelConfig, load_config
 from recexp.registry import nearest
-
-if TYPE_CHECKING:
-    from recexp.model import RankingModel
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
 MEANING = (
@@ -57,8 +53,8 @@ def load_config_of(folder: str | Path) -> ModelConfig:
     return config
 
 
-def load_weights(model: RankingModel, folder: str | Path) -> None:
-    """Load the weights of ``folder`` into a RankingModel, converted to its dtype.
+def load_weights(model: nn.Module, config: ModelConfig, folder: str | Path) -> None:
+    """Load the weights of ``folder`` into a model of ``config``, converted to its dtype.
 
     Raises ValueError that lists every missing, unknown and wrongly shaped tensor, and every setting that gives the same
     weights another meaning (heads, scaling_seqlen, …); the model then keeps its old weights.
@@ -76,11 +72,11 @@ def load_weights(model: RankingModel, folder: str | Path) -> None:
         for name in wanted
         if name in found and found[name].shape != wanted[name].shape
     ]
-    theirs, ours = load_config_of(folder), model.config
+    theirs = load_config_of(folder)
     problems += [
-        f"{name} is {getattr(theirs, name)!r}, the model's is {getattr(ours, name)!r}"
+        f"{name} is {getattr(theirs, name)!r}, the model's is {getattr(config, name)!r}"
         for name in MEANING
-        if getattr(theirs, name) != getattr(ours, name)
+        if getattr(theirs, name) != getattr(config, name)
     ]
     if problems:
         raise ValueError(f"{path} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems))

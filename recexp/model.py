@@ -174,7 +174,7 @@ class RankingModel(nn.Module):
     ) -> RankingModel:
         """A model from a checkpoint folder; see ``recexp.checkpoint``."""
         model = cls(checkpoint.load_config_of(folder), device, dtype)
-        checkpoint.load_weights(model, folder)
+        checkpoint.load_weights(model, model.config, folder)
         return model
 
     def save(self, folder: str | Path) -> Path:

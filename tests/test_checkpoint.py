@@ -15,6 +15,10 @@ from recexp.config import ModelConfig
 BATCH = SequenceBatch.from_lists([0], [[1, 2]], [[1, 2]], [[3, 4]])
 
 
+def load(target: RankingModel, folder: Path) -> None:
+    load_weights(target, target.config, folder)
+
+
 def model(**changes: object) -> RankingModel:
     return RankingModel(ModelConfig.model_validate({"num_items": 20, "max_history_pairs": 5} | changes))
 
@@ -34,7 +38,7 @@ def test_every_mismatch_is_listed_and_nothing_changes(tmp_path: Path) -> None:
     target = model()
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     with pytest.raises(ValueError) as error:
-        load_weights(target, tmp_path)
+        load(target, tmp_path)
     text = str(error.value)
     assert "backbone.layers.0.uvqk.weight is [512, 64], the model's is [256, 64]" in text
     assert "missing backbone.layers.1.uvqk.weight" in text
@@ -46,13 +50,13 @@ def test_the_other_backbone_is_refused_with_near_names(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"unknown backbone.layers.0.qkv.weight; did you mean 'backbone.layers.0.uvqk.weight'"
     ):
-        load_weights(model(), tmp_path)
+        load(model(), tmp_path)
 
 
 def test_the_same_shapes_with_another_meaning_are_refused(tmp_path: Path) -> None:
     model(num_heads=2, head_dim=32, scaling_seqlen=20.0).save(tmp_path)
     with pytest.raises(ValueError) as error:
-        load_weights(model(num_heads=4, head_dim=16, scaling_seqlen=30.0), tmp_path)
+        load(model(num_heads=4, head_dim=16, scaling_seqlen=30.0), tmp_path)
     assert "num_heads is 2, the model's is 4" in str(error.value) and "scaling_seqlen is 20.0" in str(error.value)
 
 

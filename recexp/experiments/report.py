@@ -2,6 +2,7 @@
 
 import logging
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ class ThisPython(AsyncKernelManager):
     """Starts this very interpreter, whatever a kernel specification called python3 in the user's folders points to."""
 
     transport_encryption = "auto"  # where both ends know it; without, newer kernels warn
+
+    async def _async_launch_kernel(self, kernel_cmd: list[str], **options: Any) -> None:
+        """Without the kernel's stderr: cells print another way, and a kernel that is told to stop complains there."""
+        await super()._async_launch_kernel(kernel_cmd, stderr=subprocess.DEVNULL, **options)
 
     @property
     def kernel_spec(self) -> KernelSpec:

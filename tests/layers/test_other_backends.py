@@ -114,5 +114,4 @@ def test_select_takes_the_fastest_that_does_not_refuse(on_sm):
     on_sm(80)
     name, why = select(request(dtype=torch.float16, page_size=64))
     assert name == "triton" and "gluon refuses" in why and "fbgemm refuses" in why
-    name, why = select(request(weighting="softmax", dtype=torch.float16, grad=True))
-    assert name == "padded" and "triton refuses: it has no gradients" in why
+    assert select(request(weighting="softmax", dtype=torch.float16, grad=True))[0] == "padded"
