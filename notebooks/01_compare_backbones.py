@@ -9,8 +9,8 @@
 # %% [markdown]
 # # HSTU against Transformer on the same requests
 #
-# Two rankers of equal size are trained on MovieLens-100K and asked the same questions: how well do they rank, what does
-# an answer cost, how large are they, and where do their numbers differ between float64, float32 and bfloat16?
+# Two rankers of equal size are trained on one data set (MovieLens-100K unless changed). How well do they rank, what
+# does an answer cost, how large are they, and where do their numbers differ between float64, float32 and bfloat16?
 #
 # Everything is set in one configuration file. `recexp run configs/experiments/compare_backbones.yaml` executes this
 # notebook into a run folder with tables, figures and an HTML report; *Run All* in JupyterLab does the same without the
@@ -144,7 +144,7 @@ for (name, dtype), frame in differences.groupby(["model", "dtype"], sort=False):
 # %%
 table, sentences = backbones.summarise(scores, latency, size)
 run.save(table.reset_index(), "summary")
-display(table.style.format(precision=4, na_rep="–"), Markdown(" ".join(sentences)))
+display(table.style.format(precision=3, na_rep="–"), Markdown(" ".join(sentences)))
 
 # %%
 _ = run.finish()

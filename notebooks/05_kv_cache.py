@@ -10,9 +10,9 @@
 # # A request log through the KV cache
 #
 # Users come back, each time with a longer history. Whoever kept the keys and values of the last visit computes only
-# what is new. Here the whole log of MovieLens-100K is replayed, request by request in the order of time, through caches
-# of different sizes, with both trained rankers: which tier answers a request, what does that save, what does it cost,
-# and is the answer still the same?
+# what is new. Here a whole log (MovieLens-100K unless changed) is replayed, request by request in the order of time,
+# through caches of different sizes, with both trained rankers: which tier answers a request, what does that save, what
+# does it cost, and is the answer still the same?
 #
 # A request is one user with up to ten candidates; next time these are history. Its **tier** is where the keys and
 # values of its history were: on the *device*; on the *host*, to be copied back first; *partial*, when part of what is

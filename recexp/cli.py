@@ -59,17 +59,17 @@ def devices(
     import torch
 
     from recexp.devices import all_devices, describe_device, profile_of
-    from recexp.experiments.survey import survey_backends
+    from recexp.experiments.survey import as_text, survey_backends
 
     if assume:
         profile = profile_of(assume)
         print(f"SM{profile.sm} ({profile.cards}): {profile.note}. Page size to begin with: {profile.page_size}.")
         size = page_size or profile.page_size
-        print(survey_backends(torch.device("cuda"), head_dim, size, profile).to_string(index=False))
+        print(as_text(survey_backends(torch.device("cuda"), head_dim, size, profile)))
         return
     for device in all_devices():
         print(describe_device(device))
-        print(survey_backends(device, head_dim, page_size or 64).to_string(index=False), end="\n\n")
+        print(as_text(survey_backends(device, head_dim, page_size or 64)), end="\n\n")
 
 
 @data_app.command()

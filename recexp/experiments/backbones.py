@@ -18,12 +18,14 @@ from recexp.data.interactions import Interactions
 from recexp.data.requests import Requests, candidate_rows, labels, make_batch
 from recexp.devices import describe_device
 from recexp.experiments.compare import auc_change, difference, equal, layer_differences, ranking_difference
-from recexp.experiments.measure import achieved, ceilings, measure
+from recexp.experiments.measure import achieved, ceilings, measure_undisturbed
 from recexp.experiments.record import row, to_frame
 from recexp.layers.attention import Attention, AttentionRequest
 from recexp.layers.backends.auto import select
 from recexp.model import RankingModel
 from recexp.train import predict_requests
+
+TIE = 0.01  # of AUC or GAUC: about what another seed changes
 
 
 def in_dtype(model: RankingModel, dtype: torch.dtype, **changes: Any) -> RankingModel:
@@ -133,7 +135,7 @@ def latencies(
         if not equal(tested, expected, torch.float32):
             rows.append(row("wrong", reason="float32 logits differ from float64 by more than 1e-5", **columns))
             continue
-        latency = measure(
+        latency = measure_undisturbed(
             model.predict,
             [(batch,) for batch in batches],
             device=model.device,
@@ -208,29 +210,37 @@ def summarise(quality: pd.DataFrame, latency: pd.DataFrame, size: pd.DataFrame) 
     ]
     batch_size, pairs = timed["batch_size"].iloc[0], timed["history_pairs"].iloc[0]
     ms = f"p50 ms ({batch_size} users, {pairs} pairs)"
-    times = timed.set_index("backbone")["p50_ms"]
-    table = table.join(times.rename(ms)).join(size.set_index("model")["parameters"])
+    times = timed.set_index("backbone")[["p10_ms", "p50_ms", "p90_ms"]].astype("Float64")
+    table = table.join(times["p50_ms"].rename(ms)).join(size.set_index("model")["parameters"].astype("Int64"))
     models = list(size["model"])
-    auc = table["AUC"]
-    best, rest = auc[models].idxmax(), auc.drop(models).idxmax()
-    gap = auc[best] - auc["ridge bias model"]
-    verdict = "is ahead of" if gap > 0.01 else "only ties with" if gap > -0.02 else "stays behind"
-    sentences = [
-        f"On {first['task'].iloc[0]!r} "
-        + ", ".join(f"{m} reaches AUC {auc[m]:.3f} and GAUC {table['GAUC'][m]:.3f}" for m in models)
-        + f"; the better one, {best}, {verdict} the ridge bias model ({auc['ridge bias model']:.3f}), which knows no "
-        + f"order of events, and the best plain model is {rest} ({auc[rest]:.3f}): so small a set does not show what a "
-        + "sequence model is for."
-    ]
-    if times[models].notna().all():
-        fast, slow = times[models].astype(float).idxmin(), times[models].astype(float).idxmax()
-        sentences.append(
-            f"At {batch_size} users and {pairs} pairs, without a cache, {fast} answers in {times[fast]:.1f} ms "
-            f"(median) on {timed['device'].iloc[0]}, {times[slow] / times[fast]:.2f} times as fast as {slow} "
-            f"({times[slow]:.1f} ms)."
+    plain = table.drop([*models, "random"])
+    said = []
+    for metric in ("AUC", "GAUC"):
+        best, rival = table[metric][models].idxmax(), "ridge bias model"
+        gap = table[metric][best] - plain[metric][rival]
+        verdict = "is ahead of" if gap > TIE else "stays behind" if gap < -TIE else "only ties with"
+        said.append(
+            f"by {metric} "
+            + ", ".join(f"{m} reaches {table[metric][m]:.3f}" for m in models)
+            + f", and {best} {verdict} the {rival} ({plain[metric][rival]:.3f}; "
+            + f"item mean {plain[metric]['item mean']:.3f})"
         )
-    else:
-        sentences.append(
-            "At least one model failed its numerical check at the largest point, so its latency is not compared."
-        )
-    return table, sentences
+    lead, beaten = plain["AUC"].idxmax(), table["AUC"][models].max() < plain["AUC"].max()
+    small = ": so small a set does not show what a sequence model is for" if beaten else ""
+    task = first["task"].iloc[0]
+    sentences = [f"On {task!r}, {'; '.join(said)}. The best plain model is {lead} ({plain['AUC'].max():.3f}){small}."]
+    spreads = {m: times.loc[m].to_numpy(dtype=float, na_value=np.nan).tolist() for m in models}
+    point = f"{batch_size} users and {pairs} pairs, without a cache, on {timed['device'].iloc[0]}"
+    return table, [*sentences, _compare_times(spreads, point)]
+
+
+def _compare_times(spreads: Mapping[str, Sequence[float]], point: str) -> str:
+    """Who is faster, where the spreads (p10, p50, p90, in ms) leave no doubt."""
+    if np.isnan(list(spreads.values())).any():
+        return "At least one model failed its numerical check at the largest point, so its latency is not compared."
+    fast, slow = min(spreads, key=lambda m: spreads[m][1]), max(spreads, key=lambda m: spreads[m][1])
+    parts = ", ".join(f"{m} in {p50:.1f} ms ({p10:.1f} to {p90:.1f})" for m, (p10, p50, p90) in spreads.items())
+    said = f"At {point}: {parts}"
+    if spreads[fast][2] >= spreads[slow][0]:
+        return f"{said}; the spreads overlap, so neither is called faster."
+    return f"{said}; {fast} is {spreads[slow][1] / spreads[fast][1]:.1f} times as fast as {slow}."

@@ -37,7 +37,9 @@ class Plot(Figure):
 def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency") -> Plot:
     """Rows of results against column x: the median with p10 to p90 across it, a line a series. What all rows share is
     in the title, what differs in the legend; a point without a time is a cross at the foot, with its reason."""
-    frame = frame[frame[x].notna() & (frame["p50_ms"].notna() | (frame["status"] != "ok"))].sort_values(x)
+    frame = frame[frame[x].notna() & (frame["p50_ms"].notna() | (frame["status"] != "ok"))].sort_values(
+        x, kind="stable"
+    )
     if frame.empty:
         raise ValueError(f"nothing to draw: no row has {x} and either a time or a reason for none")
     used = [name for name in SERIES if name in frame and name != x and frame[name].notna().any()]
@@ -45,7 +47,7 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency") -> Plot:
     fixed = {name: frame[name].iloc[0] for name in used if frame[name].nunique(dropna=False) == 1}  # not what x decides
     figure = Plot(8, 5)
     axes = figure.subplots()
-    groups = frame.groupby(varying, dropna=False) if varying else [((), frame)]
+    groups = frame.groupby(varying, dropna=False, sort=False) if varying else [((), frame)]
     for i, (key, group) in enumerate(groups):
         name, colour = _label(dict(zip(varying, key, strict=True))), PALETTE[i % len(PALETTE)]
         timed, lost = group[group["p50_ms"].notna()], group[group["p50_ms"].isna()]
@@ -154,7 +156,7 @@ def plot_data(lengths: np.ndarray, actions: np.ndarray, example: Sequence[tuple[
     colours = {"context": PALETTE[3], "item": PALETTE[5], "action": PALETTE[4], "candidate": PALETTE[2]}
     for i, (kind, text) in enumerate(example):
         _cell(axes, i, 0, colours[kind], text)
-    for kind, colour in colours.items():
+    for kind, colour in ((k, c) for k, c in colours.items() if any(k == kind for kind, _ in example)):
         axes.scatter([], [], marker="s", color=colour, label=kind)
     axes.set(xlim=(-0.6, len(example) - 0.4), ylim=(-0.6, 0.6))
     axes.set_axis_off()

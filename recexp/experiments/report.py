@@ -60,13 +60,27 @@ def execute(notebook: Path | str, parameters: Mapping[str, Any], run_dir: Path |
     return write_report(executed, quiet)
 
 
+def _without_progress(cell: Any) -> dict[str, Any]:
+    """A code cell's outputs without dead progress bars, and without names of files that the finished run renames."""
+    kept = []
+    for output in cell.get("outputs", []):
+        if output.get("name") == "stdout":
+            output.text = "".join(line for line in output.text.splitlines(True) if not line.startswith("wrote "))
+        bar = "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+        if not bar and output.get("text", "-"):
+            kept.append(output)
+    return {"outputs": kept} if cell.cell_type == "code" else {}
+
+
 def write_report(executed: Path, quiet: bool = False) -> Path:
-    """Strip an executed notebook of what differs from run to run without meaning (times, paths), in place, and write
+    """Strip an executed notebook of what differs from run to run without meaning (times, progress), in place, and write
     report.html beside it: one file, no scripts or styles from elsewhere (so formulas stay as they are written)."""
     node = nbformat.read(executed, as_version=4)
     for part in (node, *node.cells):
         for name in ("papermill", "execution", "widgets"):
             part.metadata.pop(name, None)
+    for cell in node.cells:
+        cell.update(_without_progress(cell))
     nbformat.write(node, executed)
     quiet_log = logging.getLogger(__name__)
     quiet_log.setLevel(logging.ERROR)  # it warns of every figure that has no text in its place

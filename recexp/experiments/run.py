@@ -37,17 +37,24 @@ def data_of(config: ExperimentConfig) -> DataConfig:
 
 
 def check_data(config: ExperimentConfig, interactions: Interactions, splits: Splits) -> None:
-    """Raise ValueError where a model's tables are too small for the data, or nobody has test candidates."""
-    for name, model in config.models.items():
-        for size in ("num_items", "num_actions"):
-            needed = getattr(interactions, size)
-            if getattr(model, size) < needed:
-                raise ValueError(
-                    f"models.{name}.{size} is {getattr(model, size)}, {interactions.name} needs {needed}: "
-                    f"--set models.{name}.{size}={needed}"
-                )
+    """Raise ValueError that lists all that does not fit: tables too small, no test candidates, nobody long enough."""
+    problems = [
+        f"models.{name}.{size} is {getattr(model, size)}, too few: "
+        f"--set models.{name}.{size}={getattr(interactions, size)}"
+        for name, model in config.models.items()
+        for size in ("num_items", "num_actions")
+        if getattr(model, size) < getattr(interactions, size)
+    ]
     if not len(splits.test):
-        raise ValueError(f"{interactions.name} has no test candidates; users need 4 interactions or more")
+        problems.append("there are no test candidates; users need 4 interactions or more")
+    most = int(interactions.lengths.max()) - config.measure.num_candidates
+    if max(config.measure.history_pairs) > most:
+        problems.append(
+            f"nobody has measure.history_pairs {max(config.measure.history_pairs)} and {config.measure.num_candidates} "
+            f"candidates; at most: --set measure.history_pairs=[{most}]"
+        )
+    if problems:
+        raise ValueError(f"{interactions.name} and the configuration do not fit:\n  " + "\n  ".join(problems))
 
 
 def find_above(start: Path, relative: Path) -> Path:

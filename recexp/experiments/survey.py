@@ -20,6 +20,24 @@ def refusal_on(backend: str, request: AttentionRequest, profile: DeviceProfile |
     return profile.refuses(backend, request.weighting, request.dtype, request.head_dim, request.page_size)
 
 
+def as_text(survey: pd.DataFrame) -> str:
+    """A survey to read in a terminal: per backend and weighting each answer once, with what gets it."""
+    lines = []
+    for row in survey.to_dict("records"):
+        lines.append(
+            f"{row.pop('backend')}, {row.pop('weighting')}" + (f" ({note})" if (note := row.pop("note", "")) else "")
+        )
+        answers: dict[str, list[str]] = {}
+        for column, answer in row.items():
+            answers.setdefault(answer, []).append(str(column))
+        for answer, columns in answers.items():
+            what = "everything" if len(columns) == len(row) else ", ".join(columns)
+            lines.append(
+                f"    {'yes' if answer == 'yes' else 'no'}: {what}" + ("" if answer == "yes" else f" ({answer})")
+            )
+    return "\n".join(lines)
+
+
 def survey_backends(
     device: torch.device, head_dim: int = 128, page_size: int = 64, profile: DeviceProfile | None = None
 ) -> pd.DataFrame:

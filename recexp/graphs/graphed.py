@@ -163,7 +163,9 @@ class GraphedModel:
             try:
                 made_up.append((bucket, KVMetadata.synthetic(*bucket, page_size, capture_pages, room)))
             except ValueError as error:
-                raise ValueError(f"{bucket} cannot be captured: {error}") from None
+                raise ValueError(
+                    f"{bucket} cannot be captured: {error} (pages for capture: num_capture_pages of make_cache)"
+                ) from None
         return made_up
 
     def _run(self, static: Static, before: Wait) -> None:

@@ -111,10 +111,25 @@ def test_a_wrong_backend_gets_no_latency() -> None:
 
 def test_summary_compares_no_latency_that_failed_its_check(run_folder: Path) -> None:
     frames = [pd.read_parquet(run_folder / f"{name}.parquet") for name in ("quality", "measurements", "sizes")]
+    times = ["p10_ms", "p50_ms", "p90_ms"]
+    hstu = frames[1]["backbone"] == "hstu"
+    frames[1].loc[hstu, times], frames[1].loc[~hstu, times] = [1.0, 2.0, 3.0], [3.5, 4.0, 5.0]
     table, sentences = summarise(*frames)
-    assert list(table.loc["hstu"].index)[-1] == "parameters" and "times as fast as" in sentences[1]
-    frames[1].loc[frames[1]["backbone"] == "hstu", ["p10_ms", "p50_ms", "p90_ms"]] = pd.NA
+    assert list(table.loc["hstu"].index)[-1] == "parameters" and "hstu is 2.0 times as fast as" in sentences[1]
+    frames[1].loc[hstu, times] = [1.0, 2.0, 3.6]
+    assert "the spreads overlap, so neither is called faster" in summarise(*frames)[1][1]
+    frames[1].loc[hstu, times] = pd.NA
     assert "not compared" in summarise(*frames)[1][1]
+
+
+def test_summary_says_who_is_ahead_by_either_metric(run_folder: Path) -> None:
+    frames = [pd.read_parquet(run_folder / f"{name}.parquet") for name in ("quality", "measurements", "sizes")]
+    values = {"ridge bias model": 0.7, "item mean": 0.65, "ALS on its residuals": 0.71, "transformer": 0.5}
+    for value, verdict in ((0.705, "only ties with"), (0.72, "is ahead of"), (0.68, "stays behind")):
+        frames[0]["value"] = frames[0]["model"].map(values | {"hstu": value, "random": 0.5})
+        sentence = summarise(*frames)[1][0]
+        assert sentence.count(f"hstu {verdict} the ridge bias model") == 2
+        assert ("so small a set" in sentence) == (value < 0.71)
 
 
 def test_seed_table_has_every_seed_and_the_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recexp.experiments import measure as measuring
-from recexp.experiments.measure import Ceilings, Latency, achieved, ceilings, measure
+from recexp.experiments.measure import Ceilings, Latency, achieved, ceilings, measure, measure_undisturbed
 
 
 def test_measures_what_a_call_takes() -> None:
@@ -89,3 +89,17 @@ def test_gpu_times_the_device_and_counts_memory() -> None:
     share = achieved(latency, ceiling, flops=2 * 4096**3)["tflops_share"]
     assert 0.3 < share < 1.2
     assert latency.host_p50_ms > 0.9 * latency.p10_ms  # awaited, not only queued
+
+
+def test_a_disturbed_measurement_is_taken_again_and_the_steadiest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def latency(p10: float, p90: float) -> Latency:
+        return Latency(p10, p10, p90, 5, p10, None)
+
+    for results, kept, left in (
+        ([latency(1, 3), latency(1, 1.2), latency(1, 9)], 1.2, 1),
+        ([latency(1, 3), latency(1, 2), latency(1, 9)], 2, 0),
+        ([latency(1, 1.4), latency(1, 1.1)], 1.4, 1),
+    ):
+        queue = list(results)
+        monkeypatch.setattr("recexp.experiments.measure.measure", lambda *args, queue=queue, **options: queue.pop(0))
+        assert measure_undisturbed(print, [()], device="cpu").p90_ms == kept and len(queue) == left
