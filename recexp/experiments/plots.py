@@ -56,12 +56,20 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency") -> Plot:
             line = ("-", "--", ":")[i // len(PALETTE) % 3]
             axes.errorbar(at, p50, [p50 - p10, p90 - p50], label=name, color=colour, ls=line, marker="o", capsize=3)
         for value, middle in zip(at, p50, strict=True):
+            others = _floats(frame.loc[frame[x] == value, "p50_ms"].dropna())
+            above = middle > others.mean() or (
+                middle == others.mean() and i == 0
+            )  # labels keep out of each other's way
+            place = (0, 7 if above else -12)
+            text = f"{middle:.3g}"
             axes.annotate(
-                f"{middle:.3g}",
+                text,
                 (value, middle),
-                (6, -9 if i % 2 else 3),
+                place,
                 textcoords="offset points",
+                ha="center",
                 fontsize=7,
+                color=colour,
                 bbox=PAPER,
             )
         for status, some in lost.groupby("status"):
