@@ -6,7 +6,7 @@ import torch
 
 from recexp.cache import PagedKVCache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 NUM_LAYERS, PAGE_SIZE, NUM_PAGES = 4, 32, 256
 HISTORY = np.arange(NUM_PAGES * PAGE_SIZE)

@@ -79,7 +79,6 @@ def test_achieved_rates_and_shares() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: times with events, counts memory")
 def test_gpu_times_the_device_and_counts_memory() -> None:
     inputs = [(torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16),) for _ in range(3)]
     latency = measure(lambda x: x @ x, inputs, device="cuda", max_seconds=0.5)

@@ -1,0 +1,119 @@
+"""The configuration of an experiment: its models and data, and what it measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from recexp.config.base import Count, Counts, Dtype, Name, Positive, Strict
+from recexp.config.data import DataConfig, TrainingConfig
+from recexp.config.model import ModelConfig
+
+
+class MeasureConfig(Strict):
+    """What ``compare_backbones`` measures, and how long a point may take."""
+
+    batch_sizes: Counts = [1, 4, 16]
+    history_pairs: Counts = [10]  # none above a model's max_history_pairs
+    num_candidates: Count = 10
+    dtypes: Annotated[list[Dtype], Field(min_length=1)] = ["float64", "float32", "bfloat16"]
+    min_runs: Count = 10
+    max_runs: Count = 50
+    max_seconds: Positive = 1.0  # per point
+    precision_requests: Count = 1000  # test requests on which dtypes are compared
+
+    @model_validator(mode="after")
+    def _runs_ordered(self) -> MeasureConfig:
+        if self.min_runs > self.max_runs:
+            raise ValueError(
+                f"min_runs {self.min_runs} exceeds max_runs {self.max_runs}; lower min_runs or raise max_runs"
+            )
+        return self
+
+
+class CacheConfig(Strict):
+    """The caches of ``kv_cache``: the request log is replayed through every pair of a device and a host size."""
+
+    page_size: Count = 32
+    num_pages: list[Annotated[int, Field(ge=2)]] = [9, 65, 1025]  # of the device; one is the scratch page
+    host_pages: list[Annotated[int, Field(ge=0)]] = [0, 4096]  # 0: no host tier
+    host_chunk_pages: Count = 4
+    num_requests: Count | None = None  # the first so many of the log; None: all
+
+
+class Bucket(NamedTuple):
+    """A shape that is captured as a CUDA graph: most users and tokens of a request, and candidates while capturing."""
+
+    batch_size: int
+    num_tokens: int  # of all users together, candidates included
+    num_candidates: int
+
+
+class GraphConfig(Strict):
+    """Which shapes are captured: every batch size with every number of (new) tokens a user."""
+
+    batch_sizes: list[Count] = [1, 2, 4, 8, 16]
+    tokens_per_user: list[Count] | None = None  # None: the candidates, and a 32nd, a 16th, … all of the longest history
+    eager_fallback: bool = False  # what no bucket holds runs eagerly and is counted, instead of being an error
+
+    def buckets(self, model: ModelConfig) -> list[Bucket]:
+        """The buckets for a model; ValueError where a user cannot have so many tokens."""
+        history, candidates = model.max_history_tokens, model.max_candidates
+        tokens = self.tokens_per_user or sorted({candidates + -(-history // 2**k) for k in range(6)})
+        if max(tokens) > history + candidates:
+            raise ValueError(
+                f"graphs.tokens_per_user has {max(tokens)}, and a user has at most {history + candidates} tokens "
+                f"({history} of history, {candidates} candidates); lower it or raise the model's max_history_pairs"
+            )
+        return [Bucket(b, b * t, b * min(candidates, t)) for b in self.batch_sizes for t in tokens]
+
+
+class ReplayConfig(Strict):
+    """The requests of ``cuda_graphs``: the longest history, cached but for its newest pairs."""
+
+    dtype: Dtype = "bfloat16"
+    page_size: Count = 32
+    new_pairs: Count = 64
+    bucket_counts: list[Count] = [1, 2, 3, 4, 6, 8, 12]  # how many token counts, for the share of padding
+
+
+class ExperimentConfig(Strict):
+    """One experiment: its notebook, and everything the notebook needs."""
+
+    kind: Literal["experiment"] = "experiment"
+    name: Name
+    notebook: Path  # relative to the nearest folder above the configuration that holds it
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    data: DataConfig | None = None  # None: the experiment makes its own requests
+    models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
+    training: TrainingConfig = TrainingConfig()
+    measure: MeasureConfig = MeasureConfig()
+    cache: CacheConfig = CacheConfig()
+    graphs: GraphConfig = GraphConfig()
+    replay: ReplayConfig = ReplayConfig()
+
+    @model_validator(mode="after")
+    def _models_fit(self) -> ExperimentConfig:
+        pairs, candidates, tasks = max(self.measure.history_pairs), self.measure.num_candidates, None
+        if self.data:
+            candidates, tasks = max(candidates, self.data.max_candidates), len(self.data.tasks)
+        for name, model in self.models.items():
+            self.graphs.buckets(model)
+            if name == "random":
+                raise ValueError("models.random: the report calls a random order so; choose another name")
+            if tasks not in (None, model.num_tasks):
+                raise ValueError(
+                    f"models.{name}.num_tasks is {model.num_tasks} for {tasks} data.tasks; make them equal"
+                )
+            if model.max_candidates < candidates:
+                raise ValueError(
+                    f"models.{name}.max_candidates {model.max_candidates} is below the {candidates} of data or measure"
+                )
+            if model.max_history_pairs < pairs:
+                raise ValueError(
+                    f"measure.history_pairs has {pairs}, above models.{name}.max_history_pairs "
+                    f"{model.max_history_pairs}; lower it, or raise that of the model"
+                )
+        return self
