@@ -9,6 +9,7 @@ reuse. One cache serves one model, on one stream, one request at a time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from recexp.cache.pages import OutOfPages, PageAllocator, Pages, check_users
 from recexp.metadata import SCRATCH_PAGE, KVCapacity, KVMetadata
 
 Ints = NDArray[np.int64]
+NUM_RECORDS = 100_000  # rows of statistics that are kept: a server runs for months
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -98,7 +100,7 @@ class PagedKVCache:
         self.pages = PageAllocator(num_pages, page_size, num_reserved=self.capture_pages.stop)
         self.host = HostTier(self.tables, host_bytes, host_chunk_pages)
         self.weights_version: Hashable = None
-        self.records: list[dict[str, object]] = []  # one a user and request
+        self.records: deque[dict[str, object]] = deque(maxlen=NUM_RECORDS)
         self._tokens: dict[int, Ints] = {}  # ids of what the device or the host holds, whichever is more
         self._num_requests, self._is_open = 0, False
 
@@ -151,7 +153,7 @@ class PagedKVCache:
         return self._tokens.get(user, np.zeros(0, np.int64))
 
     def statistics(self) -> pd.DataFrame:
-        """One row a user and request that succeeded.
+        """One row a user and request that succeeded, the newest 100,000.
 
         tier: "device", "host", "miss" (nothing reused) or "partial" (less than was both held and asked for: ids
         differ). Candidates are never cached and not counted. pages_wasted: the unused share of the last page.

@@ -128,7 +128,7 @@ class CacheMachine(RuleBasedStateMachine):
         except OutOfPages:
             assert snapshot(self.cache) == before
             return
-        assert self.cache.records == before["records"]
+        assert list(self.cache.records) == before["records"]
         for user, ids in batch.items():
             whole = common_prefix(self.device.get(user, []), ids)
             assert self.cache.host.length(user) == len(self.host.get(user, []))
