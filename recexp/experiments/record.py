@@ -24,17 +24,18 @@ from recexp.devices import cpu_name
 from recexp.experiments.measure import Latency
 from recexp.registry import nearest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STATUSES = ("ok", "refused", "wrong", "out of memory", "timed out", "failed")
 MODES = ("eager", "graph", "segmented", "static")
 TIERS = ("none", "device", "host", "partial", "miss", "mixed")
 
-TEXTS = ("status", "reason", "device", "backbone", "backend", "dtype", "mode", "tier")
+TEXTS = ("status", "reason", "device", "device_id", "backbone", "backend", "dtype", "mode", "tier")
 MODEL = ("num_layers", "hidden_size", "num_heads", "head_dim", "page_size")
-SHAPES = (*MODEL, "num_pages", "host_pages", "batch_size", "history_pairs", "num_tokens", "num_candidates")
-TIMES = (*Latency.__dataclass_fields__, "tflops", "tflops_share", "gbps", "gbps_share")
+CACHE = ("num_pages", "host_pages", "cached_tokens", "new_tokens")
+SHAPES = (*MODEL, *CACHE, "batch_size", "history_pairs", "num_tokens", "num_candidates")
+TIMES = (*Latency.__dataclass_fields__, "tflops", "tflops_share", "gbps", "gbps_share", "allocate_us", "host_copy_us")
 INTEGERS = (*SHAPES, "count", "peak_memory_bytes")
-COLUMNS = (*TEXTS, *SHAPES, *TIMES, "error")  # their meaning: results/README.md
+COLUMNS = (*TEXTS, *SHAPES, *TIMES, "wasted_share", "error")  # their meaning: results/README.md
 
 
 def row(status: str, *, latency: Latency | None = None, **columns: Any) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from recexp.experiments.measure import Latency
 from recexp.experiments.record import COLUMNS, Run, environment, load_run, row, start_run, to_frame
 
 LATENCY = Latency(0.9, 1.0, 1.2, 50, 1.1, 1000)
+ROOT = Path(__file__).parents[2]
+VERSION_2 = ["device_id", "cached_tokens", "new_tokens", "wasted_share", "allocate_us", "host_copy_us"]
 PLACE = {"device": "cpu", "mode": "eager", "tier": "none"}
 
 
@@ -158,13 +160,22 @@ def test_all_that_is_wrong_with_a_run_is_named(tmp_path: Path) -> None:
 
 def test_a_newer_schema_is_refused_an_older_one_says_what_it_lacks(tmp_path: Path) -> None:
     run = start_run("page_sizes", {}, tmp_path, quiet=True)
-    run.save(to_frame([row("ok")]).drop(columns=["gbps_share", "error"]))
+    run.save(to_frame([row("ok")]).drop(columns=VERSION_2))
     path = run.finish()
-    assert load_run(path).missing_columns == ("gbps_share", "error")
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 2}))
-    with pytest.raises(ValueError, match="schema version 2, this recexp reads up to 1"):
+    (path / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 1}))
+    assert set(load_run(path).missing_columns) == set(VERSION_2)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 3}))
+    with pytest.raises(ValueError, match="schema version 3, this recexp reads up to 2"):
         load_run(path)
+
+
+def test_the_runs_of_the_gallery_can_be_read() -> None:
+    folders = [path.parent for path in (ROOT / "results/gallery").glob("*/*/manifest.json")]
+    assert folders
+    for folder in folders:
+        saved = load_run(folder)
+        assert bool(saved.missing_columns) == (saved.manifest["schema_version"] < record.SCHEMA_VERSION)
 
 
 def test_a_notebook_writes_into_the_run_of_its_command(tmp_path: Path) -> None:
@@ -203,6 +214,6 @@ def test_environment_says_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_column_is_explained() -> None:
-    text = (Path(__file__).parents[2] / "results" / "README.md").read_text()
+    text = (ROOT / "results" / "README.md").read_text()
     first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     assert set(re.findall(r"`(\w+)`", "".join(first_cells))) == set(COLUMNS)
