@@ -10,6 +10,7 @@ from recexp.config.data import DataConfig, SyntheticConfig, TaskConfig, Training
 from recexp.config.experiment import Bucket, CacheConfig, ExperimentConfig, GraphConfig, MeasureConfig, ReplayConfig
 from recexp.config.load import load_config
 from recexp.config.model import ModelConfig
+from recexp.config.sweep import SweepConfig
 
 __all__ = [
     "Bucket",
@@ -20,6 +21,7 @@ __all__ = [
     "MeasureConfig",
     "ModelConfig",
     "ReplayConfig",
+    "SweepConfig",
     "SyntheticConfig",
     "TaskConfig",
     "TrainingConfig",

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from recexp.config.base import Count, Counts, Dtype, Name, Positive, Strict
 from recexp.config.data import DataConfig, TrainingConfig
 from recexp.config.model import ModelConfig
+from recexp.config.sweep import SweepConfig
 
 
 class MeasureConfig(Strict):
@@ -93,6 +94,7 @@ class ExperimentConfig(Strict):
     cache: CacheConfig = CacheConfig()
     graphs: GraphConfig = GraphConfig()
     replay: ReplayConfig = ReplayConfig()
+    sweep: SweepConfig | None = None
 
     @model_validator(mode="after")
     def _models_fit(self) -> ExperimentConfig:

@@ -1,0 +1,37 @@
+"""The configuration of a sweep: which points, on which devices."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from recexp.config.base import Name, Positive, Strict
+
+
+class SweepConfig(Strict):
+    """Points of one kind: ``base``, varied by the product of every list of ``grid`` and every group of ``zipped``.
+
+    Keys are dotted paths into a point (``model.head_dim``). ``where`` holds pandas query expressions that a point must
+    meet; a dotted key stands in backticks there.
+    """
+
+    point: Name  # a kind that register_point knows
+    base: dict[str, Any] = {}
+    grid: dict[str, list[Any]] = {}
+    zipped: list[dict[str, list[Any]]] = []  # the lists of a group go together
+    where: list[str] = []
+    engine: Literal["processes", "ray"] = "processes"
+    devices: list[str] = ["auto"]  # auto: every CUDA device, else the CPU; cpu:0, cpu:1, … pretend to be several
+    seconds_per_point: Positive = 300.0
+    address: str | None = None  # of a Ray cluster; None: one is started on this machine
+
+    @model_validator(mode="after")
+    def _possible(self) -> SweepConfig:
+        for group in self.zipped:
+            if len(lengths := {key: len(values) for key, values in group.items()}) and len({*lengths.values()}) > 1:
+                raise ValueError(f"lists of a zipped group must be equally long, got {lengths}")
+        keys = [*self.grid, *(key for group in self.zipped for key in group)]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"{', '.join(twice)} varies twice; keep it in grid or in one zipped group")
+        return self
