@@ -21,7 +21,7 @@ import torch
 from kernels import Shape, in_float64, make_inputs, time_calls
 from torch import Tensor
 
-from recexp.layers.attention import attend
+from recexp.layers.attention import AttentionCall, attend
 from recexp.layers.fused import LAUNCHERS
 from recexp.layers.kernels.tiles import TABLE, Tiles
 
@@ -51,7 +51,7 @@ def shapes() -> Iterator[tuple[str, int, str, str, Shape]]:
 
 
 def call(kernel: str, inputs: dict, tiles: Tiles) -> Tensor:
-    return LAUNCHERS[kernel].launch(**inputs, tiles=tiles).merged()
+    return LAUNCHERS[kernel].launch(AttentionCall(**inputs), tiles).merged()
 
 
 def compile_only(kernel: str, shape: Shape, tiles: Tiles) -> None:

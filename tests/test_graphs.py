@@ -20,6 +20,7 @@ from recexp.config import Bucket, ExperimentConfig, GraphConfig, ModelConfig, lo
 from recexp.experiments.compare import equal
 from recexp.graphs import GraphedModel
 from recexp.layers import register_attention_backend
+from recexp.layers.attention import AttentionCall
 from recexp.metadata import SCRATCH_PAGE
 
 PAIRS, CANDIDATES = 12, 6  # with a context token at most 25 + 6 tokens a user
@@ -338,8 +339,8 @@ def test_backends_that_cannot_be_captured_or_refuse() -> None:
     @register_attention_backend(
         "wide", capturable=True, refuses=lambda r: f"page_size {r.page_size}" if (r.page_size or 0) % 32 else None
     )
-    def wide(q: Tensor, *args: object, **settings: object) -> Tensor:
-        return torch.zeros_like(q)
+    def wide(call: AttentionCall) -> Tensor:
+        return torch.zeros_like(call.q)
 
     for backend, meant in (("padded", "padded"), ("auto", "reference")):  # in float64 on a CPU
         with pytest.raises(ValueError, match=rf"'{meant}' reads lengths on the host: set attention_backend to .*paged"):

@@ -27,8 +27,7 @@ from recexp.batch import describe
 from recexp.config import Bucket, ModelConfig
 from recexp.graphs.buffers import Static, StaticBuffers, capacity
 from recexp.layers import Attention, attention_backends
-from recexp.layers.attention import AttentionRequest, refusal
-from recexp.layers.backends.auto import select
+from recexp.layers.attention import AttentionRequest, choose
 from recexp.metadata import KVMetadata
 
 Wait = Callable[[int], None]
@@ -149,14 +148,12 @@ class GraphedModel:
         page_size, heads, dim = first.shape[2:]
         for attention in (module for module in self.backbone.modules() if isinstance(module, Attention)):
             request = AttentionRequest(attention.weighting, first.device, first.dtype, heads, dim, page_size)
-            name = select(request)[0] if attention.backend == "auto" else attention.backend
+            name = choose(attention.backend, request)
             able = [other for other in attention_backends if attention_backends[other].capturable]
             if name not in able:
                 raise ValueError(
                     f"attention backend {name!r} reads lengths on the host: set attention_backend to {', '.join(able)}"
                 )
-            if reason := refusal(name, request):
-                raise ValueError(f"attention backend {name!r} refuses {request}: {reason}")
         made_up = []
         for bucket in sorted(buckets, key=lambda b: (b.num_tokens, b.batch_size)):
             room = capacity(bucket, page_size, self.config.max_history_tokens)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +40,33 @@ class AttentionRequest:
     requires_grad: bool = False
 
 
-class AttentionFunction(Protocol):
-    """A backend's function; arguments as in ``attend``, already checked."""
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a backend gets: arguments as in ``attend``, already checked; scaling_seqlen is 1 where none was given."""
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seq_offsets: Tensor,
-        num_candidates: Tensor,
-        *,
-        weighting: Weighting,
-        alpha: float,
-        scaling_seqlen: float,
-        max_seqlen: int | None,
-        kv: KV | None,
-    ) -> Tensor: ...
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    seq_offsets: Tensor
+    num_candidates: Tensor
+    weighting: Weighting
+    alpha: float
+    scaling_seqlen: float = 1.0
+    max_seqlen: int | None = None
+    kv: KV | None = None
+
+    @property
+    def page_size(self) -> int | None:
+        return None if self.kv is None else self.kv[0].shape[2]
+
+    @property
+    def request(self) -> AttentionRequest:
+        needs_grad = torch.is_grad_enabled() and (self.q.requires_grad or self.k.requires_grad or self.v.requires_grad)
+        q = self.q
+        return AttentionRequest(self.weighting, q.device, q.dtype, q.shape[1], q.shape[2], self.page_size, needs_grad)
+
+
+AttentionFunction = Callable[[AttentionCall], Tensor]  # -> [T, H, d]
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,17 @@ def refusal(backend: str, request: AttentionRequest) -> str | None:
     if request.requires_grad and not entry.trainable:
         return "it has no gradients"
     return entry.refuses(request)
+
+
+def choose(backend: str, request: AttentionRequest) -> str:
+    """The name of the backend that serves a request: ``backend``, or auto's choice. ValueError: it refuses."""
+    if backend == "auto":
+        from recexp.layers.backends.auto import select  # knows the backends, which know this module
+
+        return select(request)[0]
+    if reason := refusal(backend, request):
+        raise ValueError(f"attention backend {backend!r} refuses {request}: {reason}")
+    return backend
 
 
 def attend(
@@ -136,7 +157,6 @@ def attend(
         raise ValueError(
             f"scaling_seqlen {scaling_seqlen!r}; SiLU weighting divides by it: pass the configured positive number"
         )
-    page_size = None
     if kv is not None:
         table = kv[0]
         if table.ndim != 5 or table.shape[1] != 2 or table.shape[3:] != q.shape[1:] or table.dtype != q.dtype:
@@ -144,34 +164,17 @@ def attend(
                 f"the table is {describe(table)}; q of {describe(q)} needs {q.dtype} "
                 f"[num_pages, 2, page_size, {q.shape[1]}, {q.shape[2]}]"
             )
-        page_size = table.shape[2]
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    request = AttentionRequest(weighting, q.device, q.dtype, q.shape[1], q.shape[2], page_size, needs_grad)
-    if backend == "auto":
-        from recexp.layers.backends.auto import select  # knows the backends, which know this module
-
-        backend, _ = select(request)
-    check_offsets(q.shape[0], seq_offsets, num_candidates, max_seqlen, padding=backends[backend].capturable)
-    if reason := refusal(backend, request):
-        raise ValueError(f"attention backend {backend!r} refuses {request}: {reason}")
-    return backends[backend].run(
-        q,
-        k,
-        v,
-        seq_offsets,
-        num_candidates,
-        weighting=weighting,
-        alpha=alpha,
-        scaling_seqlen=1.0 if scaling_seqlen is None else float(scaling_seqlen),
-        max_seqlen=max_seqlen,
-        kv=kv,
-    )
+    n = 1.0 if scaling_seqlen is None else float(scaling_seqlen)
+    call = AttentionCall(q, k, v, seq_offsets, num_candidates, weighting, alpha, n, max_seqlen, kv)
+    entry = backends[choose(backend, call.request)]
+    check_offsets(q.shape[0], seq_offsets, num_candidates, max_seqlen, padding=entry.capturable)
+    return entry.run(call)
 
 
 class Attention(nn.Module):
     """``attend`` with its settings, as a module without parameters, so that hooks see its inputs and output."""
 
-    def __init__(self, weighting: Weighting, alpha: float, scaling_seqlen: float | None, backend: str) -> None:
+    def __init__(self, weighting: Weighting, alpha: float, scaling_seqlen: float, backend: str) -> None:
         super().__init__()
         self.weighting, self.alpha, self.scaling_seqlen, self.backend = weighting, alpha, scaling_seqlen, backend
 
@@ -179,14 +182,6 @@ class Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, seq_offsets: Tensor, num_candidates: Tensor, **lengths: Any
     ) -> Tensor:
         return attend(
-            q,
-            k,
-            v,
-            seq_offsets,
-            num_candidates,
-            weighting=self.weighting,
-            alpha=self.alpha,
-            scaling_seqlen=self.scaling_seqlen,
-            backend=self.backend,
-            **lengths,
-        )
+            q, k, v, seq_offsets, num_candidates, weighting=self.weighting, alpha=self.alpha,
+            scaling_seqlen=self.scaling_seqlen, backend=self.backend, **lengths,
+        )  # fmt: skip

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from recexp.layers.attention import KV, AttentionRequest, refusal
+from recexp.layers.attention import KV, AttentionCall, AttentionRequest, choose
 from recexp.layers.backends import gluon, triton
-from recexp.layers.backends.auto import select
 
 if TYPE_CHECKING:
     from recexp.layers.hstu import HSTULayer
@@ -83,11 +82,9 @@ def fused_hstu_layer(
     page_size = None if kv is None else kv[0].shape[2]
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     request = AttentionRequest("silu", x.device, x.dtype, num_heads, head_dim, page_size, needs_grad)
-    name = select(request)[0] if layer.attention.backend == "auto" else layer.attention.backend
+    name = choose(layer.attention.backend, request)
     if name not in LAUNCHERS:
         raise ValueError(f"the fused layer needs attention backend {' or '.join(LAUNCHERS)}, not {name!r}")
-    if reason := refusal(name, request):
-        raise ValueError(f"attention backend {name!r} refuses {request}: {reason}")
     num_tokens, width = x.shape[0], num_heads * head_dim
     if kv is not None and width % 256:
         raise ValueError(
@@ -111,10 +108,8 @@ def fused_hstu_layer(
         )  # fmt: skip
         uvqk = project(y, layer.uvqk.weight, layer.uvqk.bias, silu=True, table=table, slots=slots)
         u, v, q, k = uvqk.unflatten(-1, (4, num_heads, head_dim)).unbind(1)
-        parts = LAUNCHERS[name].launch(
-            q, k, v, seq_offsets, num_candidates, weighting="silu", alpha=layer.attention.alpha,
-            scaling_seqlen=layer.attention.scaling_seqlen, max_seqlen=max_seqlen, kv=kv,
-        )  # fmt: skip
+        numbers = (layer.attention.alpha, layer.attention.scaling_seqlen, max_seqlen)
+        parts = LAUNCHERS[name].launch(AttentionCall(q, k, v, seq_offsets, num_candidates, "silu", *numbers, kv))
         norm = layer.output_norm
         gated = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
         gate[(num_tokens,)](

@@ -21,10 +21,10 @@ def append_kv(table: Tensor, metadata: KVMetadata, k: Tensor, v: Tensor, seq_off
     """
     _check(table, metadata, k, v, seq_offsets)
     users, position = metadata.batch_indices, metadata.position
-    if not len(users):
+    if not users.shape[0]:
         return
-    token = torch.arange(len(users), device=users.device) - metadata.new_history_offsets[users]
-    rows = (seq_offsets[users] + token).clamp_(max=len(k) - 1)  # tokens that pad may count past the last row
+    token = torch.arange(users.shape[0], device=users.device) - metadata.new_history_offsets[users]
+    rows = (seq_offsets[users] + token).clamp_(max=k.shape[0] - 1)  # tokens that pad may count past the last row
     page_size = table.shape[2]
     page = metadata.kv_indices[metadata.kv_indptr[users] + position // page_size]
     slot = position % page_size
@@ -58,7 +58,7 @@ def _check(table: Tensor, metadata: KVMetadata, k: Tensor, v: Tensor, seq_offset
     for name, device in devices.items():
         if device != table.device:
             raise ValueError(f"{name} is on {device}, the table on {table.device}: send it there first")
-    if len(seq_offsets) != len(metadata.kv_indptr):
+    if seq_offsets.shape[0] != metadata.kv_indptr.shape[0]:  # len() would fix it in an export
         raise ValueError(
             f"seq_offsets has {len(seq_offsets)} entries, the metadata's kv_indptr {len(metadata.kv_indptr)}"
         )

@@ -42,7 +42,7 @@ class TransformerLayer(nn.Module):
         ffn_size = ffn_size or 4 * hidden_size
         self.input_norm = nn.LayerNorm(hidden_size, eps=eps)
         self.qkv = Linear(hidden_size, 3 * num_heads * head_dim)
-        self.attention = Attention("softmax", head_dim**-0.5, None, backend)
+        self.attention = Attention("softmax", head_dim**-0.5, 1.0, backend)
         self.proj = Linear(num_heads * head_dim, hidden_size)
         self.ffn_norm = nn.LayerNorm(hidden_size, eps=eps)
         self.ffn = nn.Sequential(Linear(hidden_size, ffn_size), GELU(), Linear(ffn_size, hidden_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -93,13 +94,12 @@ def test_sizes_count_parameters() -> None:
 
 def test_a_wrong_backend_gets_no_latency() -> None:
     """A backend whose values are off by a tenth is caught by the check before it is timed."""
-    from recexp.layers import attend, register_attention_backend
+    from recexp.layers import attention_backends, register_attention_backend
+    from recexp.layers.attention import AttentionCall
 
     @register_attention_backend("off")
-    def off(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *lengths: torch.Tensor, **settings: object
-    ) -> torch.Tensor:
-        return attend(q, k, 0.9 * v, *lengths, **(settings | {"backend": "padded"}))  # type: ignore[arg-type]
+    def off(call: AttentionCall) -> torch.Tensor:
+        return attention_backends["padded"].run(replace(call, v=0.9 * call.v))
 
     config = load_experiment(QUICK, ["measure.batch_sizes=[1]", "measure.history_pairs=[5]"])
     models = {

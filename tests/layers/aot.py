@@ -70,18 +70,15 @@ from recexp.layers.backends import gluon  # noqa: E402
 from recexp.layers.backends import triton as plain  # noqa: E402
 from recexp.layers.kernels.tiles import choose_tiles  # noqa: E402
 
-fused.refusal = lambda *_: None  # it would refuse a CPU
+fused.choose = lambda backend, request: backend  # it would refuse a CPU
 
 
 def report(kernel: str, head_dim: int, dtype: torch.dtype, weighting: str, page_size: int | None, splits: int) -> None:
     case = make_case([70], [6], [2], 2, head_dim, page_size, dtype)
     module = gluon if kernel == "gluon" else plain
     compiled.clear()
-    parts = module.launch(
-        *case.args, weighting=weighting, alpha=case.alpha, scaling_seqlen=case.scaling_seqlen, max_seqlen=None,
-        kv=case.kv, splits=splits, tiles=choose_tiles(kernel, SM, dtype, head_dim, weighting, page_size),
-    )  # fmt: skip
-    parts.merged()
+    tiles = choose_tiles(kernel, SM, dtype, head_dim, weighting, page_size)
+    module.launch(case.call(weighting), tiles, splits).merged()
     show(head_dim=head_dim, dtype=str(dtype).split(".")[1], weighting=weighting, page_size=page_size, splits=splits)
 
 

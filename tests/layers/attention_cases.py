@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recexp.layers.attention import AttentionCall
 from recexp.metadata import KVMetadata
 
 
@@ -30,6 +31,9 @@ class Case:
     @property
     def args(self) -> tuple[Tensor, ...]:
         return self.q, self.k, self.v, self.seq_offsets, self.num_candidates
+
+    def call(self, weighting: str) -> AttentionCall:
+        return AttentionCall(*self.args, weighting, self.alpha, self.scaling_seqlen, kv=self.kv)
 
     def truth(self, weighting: str) -> Tensor:
         """[T, H, d] in float64."""

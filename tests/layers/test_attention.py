@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from recexp.layers import attend, attention_backends, register_attention_backend
+from recexp.layers.attention import AttentionCall, AttentionRequest
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 CASES = sorted(path.stem.removeprefix("attention_") for path in ORACLES.glob("attention_*.npz"))
@@ -189,8 +190,8 @@ def test_bad_input(change: dict[str, object], message: str) -> None:
 
 
 def test_a_backend_of_ones_own_may_refuse_and_be_defined_twice() -> None:
-    def zeros(q: Tensor, *args: object, **settings: object) -> Tensor:
-        return torch.zeros_like(q)
+    def zeros(call: AttentionCall) -> Tensor:
+        return torch.zeros_like(call.q)
 
     def register(limit: int) -> Callable[..., Tensor]:
         decorate = register_attention_backend(
@@ -216,7 +217,6 @@ def test_a_backend_of_ones_own_may_refuse_and_be_defined_twice() -> None:
 
 def test_auto_names_its_choice_and_trains() -> None:
     """On a CPU float64 gets the reference and everything else the padded path, bit for bit; gradients are had."""
-    from recexp.layers.attention import AttentionRequest
     from recexp.layers.backends.auto import select
 
     for dtype, name in ((torch.float64, "reference"), (torch.float32, "padded"), (torch.bfloat16, "padded")):

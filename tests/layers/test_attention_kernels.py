@@ -15,6 +15,7 @@ import torch
 from attention_cases import Case, make_case, relative
 
 from recexp.layers.attention import AttentionRequest, attend, refusal
+from recexp.layers.backends.reference import attend_reference
 from recexp.layers.kernels.tiles import Tiles
 
 plain = pytest.importorskip("recexp.layers.backends.triton", exc_type=ImportError)
@@ -35,29 +36,12 @@ def poisoned_launch(monkeypatch: pytest.MonkeyPatch, module, case: Case, weighti
     real = torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *args, **kwargs: real(*args, **kwargs).fill_(math.nan))
-        parts = module.launch(
-            *case.args,
-            weighting=weighting,
-            alpha=case.alpha,
-            scaling_seqlen=case.scaling_seqlen,
-            max_seqlen=None,
-            kv=case.kv,
-            **options,
-        )
-        return parts.merged()
+        return module.launch(case.call(weighting), **options).merged()
 
 
 def plain_error(case: Case, weighting: str, truth: torch.Tensor) -> float:
     """What the reference backend's error is in the case's own dtype."""
-    out = attend(
-        *case.args,
-        weighting=weighting,
-        alpha=case.alpha,
-        scaling_seqlen=case.scaling_seqlen,
-        backend="reference",
-        kv=case.kv,
-    )
-    return relative(out, truth)
+    return relative(attend_reference(case.call(weighting)), truth)
 
 
 def check(monkeypatch: pytest.MonkeyPatch, module, case: Case, weighting: str, **options) -> None:

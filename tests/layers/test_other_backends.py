@@ -74,9 +74,7 @@ def test_flex_refuses_silu_and_pages():
 def test_fbgemm_gets_arguments_of_the_installed_signature(installed, function):
     installed(function)
     case = make_case([40, 0, 1, 7], None, [3, 2, 0, 5], 2, 32, None)
-    out = fbgemm.run(
-        *case.args, weighting="silu", alpha=case.alpha, scaling_seqlen=case.scaling_seqlen, max_seqlen=None, kv=None
-    )
+    out = fbgemm.run(case.call("silu"))
     assert relative(out, case.truth("silu")) <= 1e-6
 
 

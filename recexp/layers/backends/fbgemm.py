@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recexp.layers.attention import KV, AttentionRequest, Weighting, register_attention_backend
+from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
 
 PAGE_SIZES = {80: (32, 64), 86: (32, 64), 89: (32, 64), 90: (), 100: (128,), 120: (32, 64)}
 PAGED = {"kv_cache", "page_offsets", "page_ids", "last_page_lens"}
@@ -58,41 +58,24 @@ def refuses(request: AttentionRequest) -> str | None:
 
 
 @register_attention_backend("fbgemm", refuses=refuses)
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    *,
-    weighting: Weighting,
-    alpha: float,
-    scaling_seqlen: float,
-    max_seqlen: int | None,
-    kv: KV | None,
-) -> Tensor:
+def run(call: AttentionCall) -> Tensor:
     found = operator()
     assert found is not None, "refuses() keeps calls away"
     function, names = found
-    longest = max_seqlen or int(seq_offsets.diff().max())
-    key_offsets, longest_keys, paged = seq_offsets, longest, {}
-    if kv is not None:
-        table, m = kv
-        key_offsets, longest_keys = m.kv_seqlen_offsets, int(m.kv_seqlens.max())
-        paged = {
-            "kv_cache": table,
-            "page_offsets": m.kv_indptr,
-            "page_ids": m.kv_indices,
-            "last_page_lens": m.kv_last_page_len,
-        }
+    longest = call.max_seqlen or int(call.seq_offsets.diff().max())
     arguments = {
-        "q": q.contiguous(), "k": k.contiguous(), "v": v.contiguous(),  # its kernels assume packed rows
-        "cu_seqlens_q": seq_offsets, "cu_seqlens_k": key_offsets, "seqused_q": None, "seqused_k": None,
-        "max_seqlen_q": longest, "max_seqlen_k": longest_keys, "num_contexts": None, "num_targets": num_candidates,
-        "target_group_size": 1, "window_size": (-1, 0), "alpha": alpha, "rab": None, "has_drab": False, "func": None,
-    } | paged  # fmt: skip
-    scales = "scaling_seqlen" in names
-    if scales:
-        arguments["scaling_seqlen"] = scaling_seqlen
-    out = function(**{name: value for name, value in arguments.items() if name in names}).view_as(q)
-    return out if scales else out * (longest / scaling_seqlen)  # older builds divide by max_seqlen_q
+        "q": call.q.contiguous(), "k": call.k.contiguous(), "v": call.v.contiguous(),  # its kernels assume packed rows
+        "cu_seqlens_q": call.seq_offsets, "cu_seqlens_k": call.seq_offsets, "seqused_q": None, "seqused_k": None,
+        "max_seqlen_q": longest, "max_seqlen_k": longest, "num_contexts": None, "num_targets": call.num_candidates,
+        "target_group_size": 1, "window_size": (-1, 0), "alpha": call.alpha, "rab": None, "has_drab": False,
+        "func": None, "scaling_seqlen": call.scaling_seqlen,
+    }  # fmt: skip
+    if call.kv is not None:
+        table, m = call.kv
+        arguments |= {
+            "cu_seqlens_k": m.kv_seqlen_offsets, "max_seqlen_k": int(m.kv_seqlens.max()), "kv_cache": table,
+            "page_offsets": m.kv_indptr, "page_ids": m.kv_indices, "last_page_lens": m.kv_last_page_len,
+        }  # fmt: skip
+    out = function(**{name: value for name, value in arguments.items() if name in names}).view_as(call.q)
+    # older builds divide by max_seqlen_q
+    return out if "scaling_seqlen" in names else out * (longest / call.scaling_seqlen)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from recexp.layers.attention import KV, AttentionRequest, Weighting, register_attention_backend
+from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
 from recexp.layers.jagged import row_users
 
 
@@ -45,23 +45,10 @@ def refuses(request: AttentionRequest) -> str | None:
 
 
 @register_attention_backend("flex", refuses=refuses)
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    *,
-    weighting: Weighting,
-    alpha: float,
-    scaling_seqlen: float,
-    max_seqlen: int | None,
-    kv: KV | None,
-) -> Tensor:
-    if q.shape[0] == 0:
-        return torch.empty_like(q)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, T, d]
-    out: Tensor = attention(q.is_cuda)(
-        q, k, v, block_mask=make_mask(q.shape[2], seq_offsets, num_candidates), scale=alpha
-    )
+def run(call: AttentionCall) -> Tensor:
+    if call.q.shape[0] == 0:
+        return torch.empty_like(call.q)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (call.q, call.k, call.v))  # [1, H, T, d]
+    mask = make_mask(q.shape[2], call.seq_offsets, call.num_candidates)
+    out: Tensor = attention(q.is_cuda)(q, k, v, block_mask=mask, scale=call.alpha)
     return out[0].transpose(0, 1).contiguous()

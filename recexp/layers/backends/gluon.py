@@ -7,12 +7,11 @@ the copies and a compile. Run on an H200 with Triton 3.6; with newer releases co
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from recexp.layers.attention import KV, AttentionRequest, Weighting, register_attention_backend
+from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
 from recexp.layers.backends.triton import Parts, check_rows, choose_splits
 from recexp.layers.kernels.tiles import Tiles, choose_tiles
 
@@ -45,50 +44,37 @@ def describe_rows(x: Tensor, width: int, stride: int, box: list[int]) -> TensorD
     return TensorDescriptor(x, [x.numel() // width, width], [stride, 1], box, TILE.value)
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    *,
-    weighting: Weighting,
-    alpha: float,
-    scaling_seqlen: float,
-    max_seqlen: int | None,
-    kv: KV | None,
-    tiles: Tiles | None = None,
-    splits: int | None = None,
-) -> Parts:
-    """Start the kernel; arguments as in ``attend``, tiles and splits chosen unless given."""
-    check_rows(kv, q=q, k=k, v=v)
+def launch(call: AttentionCall, tiles: Tiles | None = None, splits: int | None = None) -> Parts:
+    """Start the kernel; tiles and splits are chosen unless given."""
+    check_rows(call)
+    q, k, v, page_size = call.q, call.k, call.v, call.page_size
     num_tokens, num_heads, head_dim = q.shape
-    num_users, width = num_candidates.shape[0], num_heads * head_dim
-    page_size = None if kv is None else kv[0].shape[2]
-    tiles = tiles or choose_tiles("gluon", 90, q.dtype, head_dim, weighting, page_size)
-    splits = splits or choose_splits(q, num_users, tiles, 1, max_seqlen, kv)
-    parts = Parts.empty(q, weighting, scaling_seqlen, splits)
+    num_users, width = call.num_candidates.shape[0], num_heads * head_dim
+    tiles = tiles or choose_tiles("gluon", 90, q.dtype, head_dim, call.weighting, page_size)
+    splits = splits or choose_splits(call, tiles, 1)
+    parts = Parts.empty(call, splits)
     if num_tokens == 0:
-        return Parts(parts.out, None, None, parts.inverse_n)
+        return parts
     box_rows = tiles.keys if page_size is None else math.gcd(page_size, tiles.keys)
     box = [box_rows, head_dim if box_rows == tiles.keys else 64]
-    paging = (seq_offsets, seq_offsets, seq_offsets)  # never read without pages
-    if kv is None:
+    if call.kv is None:
         k_rows, v_rows = describe_rows(k, width, k.stride(0), box), describe_rows(v, width, v.stride(0), box)
+        paging = [call.seq_offsets] * 3  # never read without pages
     else:
-        k_rows = v_rows = describe_rows(kv[0], width, width, box)
-        paging = (kv[1].total_history_lengths, kv[1].kv_indptr, kv[1].kv_indices)
+        table, m = call.kv
+        k_rows = v_rows = describe_rows(table, width, width, box)
+        paging = [m.total_history_lengths, m.kv_indptr, m.kv_indices]
     sums = parts.out if parts.sums is None else parts.sums  # what is not written needs a type all the same
     stats = sums if parts.stats is None else parts.stats
     consumers = tiles.rows // 64
     with torch.cuda.device_of(q):
         attention_sm90[((num_tokens // tiles.rows + num_users + 1) * num_heads * splits,)](
             describe_rows(q, width, q.stride(0), [64, head_dim]), k_rows, v_rows, q, k, v, parts.out, sums, stats,
-            seq_offsets, num_candidates, *paging, q.stride(0), k.stride(0), v.stride(0), alpha, parts.inverse_n,
-            num_users, num_tokens, splits, page_size or 1, H=num_heads, D=head_dim, CONSUMERS=consumers,
-            KEYS=tiles.keys, STAGES=tiles.stages, BOX=box_rows, EXACT=page_size == box_rows, PAGED=kv is not None,
-            SPLIT=splits > 1, SOFTMAX=weighting == "softmax", CONSUMER_REGISTERS=REGISTERS[consumers][0],
-            PRODUCER_REGISTERS=REGISTERS[consumers][1], num_warps=4,
+            call.seq_offsets, call.num_candidates, *paging, q.stride(0), k.stride(0), v.stride(0), call.alpha,
+            parts.inverse_n, num_users, num_tokens, splits, page_size or 1, H=num_heads, D=head_dim,
+            CONSUMERS=consumers, KEYS=tiles.keys, STAGES=tiles.stages, BOX=box_rows, EXACT=page_size == box_rows,
+            PAGED=call.kv is not None, SPLIT=splits > 1, SOFTMAX=call.weighting == "softmax",
+            CONSUMER_REGISTERS=REGISTERS[consumers][0], PRODUCER_REGISTERS=REGISTERS[consumers][1], num_warps=4,
         )  # fmt: skip
     return parts
 
@@ -108,5 +94,5 @@ def refuses(request: AttentionRequest) -> str | None:
 
 
 @register_attention_backend("gluon", refuses=refuses, capturable=True)
-def run(*args: Tensor, **settings: Any) -> Tensor:
-    return launch(*args, **settings).merged()
+def run(call: AttentionCall) -> Tensor:
+    return launch(call).merged()

@@ -9,42 +9,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from recexp.layers.attention import KV, Weighting, register_attention_backend
+from recexp.layers.attention import AttentionCall, register_attention_backend
 from recexp.layers.jagged import to_jagged, to_padded
 from recexp.layers.paged_kv import gather_kv
 
 
 @register_attention_backend("padded", trainable=True)
-def attend_padded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    *,
-    weighting: Weighting,
-    alpha: float,
-    scaling_seqlen: float,
-    max_seqlen: int | None,
-    kv: KV | None,
-) -> Tensor:
+def attend_padded(call: AttentionCall) -> Tensor:
+    q, k, v, seq_offsets = call.q, call.k, call.v, call.seq_offsets
     lengths = seq_offsets.diff()
     if q.shape[0] == 0:
         return torch.empty_like(q)
-    num_queries = max_seqlen or int(lengths.max())
-    if kv is None:
+    num_queries = call.max_seqlen or int(lengths.max())
+    if call.kv is None:
         key_offsets, num_keys = seq_offsets, num_queries
     else:
-        k, v, key_offsets, num_keys = _with_cached(k, v, seq_offsets, num_candidates, kv)
+        k, v, key_offsets, num_keys = _with_cached(call)
     q_pad = to_padded(q, seq_offsets, num_queries).transpose(1, 2)  # [B, H, S, d]
     k_pad = to_padded(k, key_offsets, num_keys).transpose(1, 2)
     v_pad = to_padded(v, key_offsets, num_keys).transpose(1, 2)
-    visible = _visible(num_queries, num_keys, lengths, key_offsets.diff(), num_candidates).unsqueeze(1)  # [B, 1, S, K]
-    if weighting == "silu":
-        weights = silu(q_pad @ k_pad.transpose(2, 3) * alpha) * visible / scaling_seqlen
+    visible = _visible(num_queries, num_keys, lengths, key_offsets.diff(), call.num_candidates).unsqueeze(1)
+    if call.weighting == "silu":
+        weights = silu(q_pad @ k_pad.transpose(2, 3) * call.alpha) * visible / call.scaling_seqlen
         out = weights @ v_pad
     else:
-        out = scaled_dot_product_attention(q_pad, k_pad, v_pad, attn_mask=visible, scale=alpha)
+        out = scaled_dot_product_attention(q_pad, k_pad, v_pad, attn_mask=visible, scale=call.alpha)
     return to_jagged(out.transpose(1, 2), seq_offsets, q.shape[0])
 
 
@@ -62,16 +51,15 @@ def _visible(
     return torch.where(i < query_lengths, visible, j == 0)
 
 
-def _with_cached(
-    k: Tensor, v: Tensor, seq_offsets: Tensor, num_candidates: Tensor, kv: KV
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Each user's keys and values: the history out of the table, then the candidates' rows."""
-    starts, parts_k, parts_v = seq_offsets.tolist(), [], []
-    for user, candidates in enumerate(num_candidates.tolist()):
-        end = starts[user + 1]
-        keys, values = gather_kv(*kv, user)
-        parts_k += [keys, k[end - candidates : end]]
-        parts_v += [values, v[end - candidates : end]]
-    lengths = [a.shape[0] + b.shape[0] for a, b in zip(parts_k[::2], parts_k[1::2], strict=True)]
-    key_offsets = torch.tensor([0, *lengths], device=seq_offsets.device).cumsum(0).to(seq_offsets.dtype)
-    return torch.cat(parts_k), torch.cat(parts_v), key_offsets, max(lengths)
+def _with_cached(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Each user's keys and values, the history out of the table, then the candidates' rows; offsets; the longest."""
+    assert call.kv is not None
+    parts_k, parts_v = [], []
+    for user, (end, candidates) in enumerate(
+        zip(call.seq_offsets[1:].tolist(), call.num_candidates.tolist(), strict=True)
+    ):
+        keys, values = gather_kv(*call.kv, user)
+        parts_k += [keys, call.k[end - candidates : end]]
+        parts_v += [values, call.v[end - candidates : end]]
+    m = call.kv[1]
+    return torch.cat(parts_k), torch.cat(parts_v), m.kv_seqlen_offsets, int(m.kv_seqlens.max())

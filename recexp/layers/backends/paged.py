@@ -11,31 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from recexp.layers.attention import KV, Weighting, register_attention_backend
+from recexp.layers.attention import AttentionCall, register_attention_backend
 
 
 @register_attention_backend("paged", capturable=True)
-def attend_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    *,
-    weighting: Weighting,
-    alpha: float,
-    scaling_seqlen: float,
-    max_seqlen: int | None,
-    kv: KV | None,
-) -> Tensor:
-    user, row, real = _locate(q.shape[0], seq_offsets)  # [T] each
-    new = (seq_offsets.diff() - num_candidates)[user]
+def attend_paged(call: AttentionCall) -> Tensor:
+    user, row, real = _locate(call.q.shape[0], call.seq_offsets)  # [T] each
+    new = (call.seq_offsets.diff() - call.num_candidates)[user]
     is_candidate = real & (row >= new)
-    if kv is None:
-        keys, values, key_user, key_position, length = k, v, user, row, new
+    if call.kv is None:
+        keys, values, key_user, key_position, length = call.k, call.v, user, row, new
         written = real & ~is_candidate
     else:
-        table, m = kv
+        table, m = call.kv
         page_size = table.shape[2]
         pages = table[m.kv_indices]  # [P, 2, page_size, H, d]
         keys, values = pages.transpose(0, 1).flatten(1, 2)  # [K, H, d]
@@ -44,15 +32,13 @@ def attend_paged(
         length = m.total_history_lengths[user]
     last = torch.minimum(length - new + row, length - 1)  # position of the last history key that a row sees
     visible = written & (key_user == user[:, None]) & (key_position <= last[:, None]) & real[:, None]  # [T, K]
-    keys, values = (
-        x.masked_fill(~written[:, None, None], 0.0) for x in (keys, values)
-    )  # what was not written: any bits
-    own_key, own_value = (x.masked_fill(~is_candidate[:, None, None], 0.0) for x in (k, v))
-    q = q.masked_fill(~real[:, None, None], 0.0)
-    scores = torch.einsum("thd,khd->thk", q, keys) * alpha
-    own = (q * own_key).sum(-1, keepdim=True) * alpha  # [T, H, 1]
-    if weighting == "silu":
-        weights = silu(torch.cat([scores.masked_fill(~visible[:, None], 0.0), own], -1)) / scaling_seqlen
+    keys, values = (x.masked_fill(~written[:, None, None], 0.0) for x in (keys, values))  # not written: any bits
+    own_key, own_value = (x.masked_fill(~is_candidate[:, None, None], 0.0) for x in (call.k, call.v))
+    q = call.q.masked_fill(~real[:, None, None], 0.0)
+    scores = torch.einsum("thd,khd->thk", q, keys) * call.alpha
+    own = (q * own_key).sum(-1, keepdim=True) * call.alpha  # [T, H, 1]
+    if call.weighting == "silu":
+        weights = silu(torch.cat([scores.masked_fill(~visible[:, None], 0.0), own], -1)) / call.scaling_seqlen
     else:
         blind = (real & ~is_candidate)[:, None, None]  # a padded row sees its own value, which is 0
         scores = torch.cat([scores.masked_fill(~visible[:, None], -torch.inf), own.masked_fill(blind, -torch.inf)], -1)

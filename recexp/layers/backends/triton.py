@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recexp.layers.attention import KV, AttentionRequest, Weighting, register_attention_backend
+from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
 from recexp.layers.kernels.tiles import Tiles, choose_tiles
 
 try:
@@ -42,13 +42,13 @@ class Parts:
     inverse_n: float
 
     @classmethod
-    def empty(cls, q: Tensor, weighting: Weighting, scaling_seqlen: float, splits: int) -> Parts:
-        sums = stats = None
-        if splits > 1:
+    def empty(cls, call: AttentionCall, splits: int) -> Parts:
+        q, sums, stats = call.q, None, None
+        if splits > 1 and len(q):
             sums = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
-            if weighting == "softmax":
+            if call.weighting == "softmax":
                 stats = torch.empty((splits, *q.shape[:2], 2), dtype=torch.float32, device=q.device)
-        return cls(torch.empty(q.shape, dtype=q.dtype, device=q.device), sums, stats, 1.0 / scaling_seqlen)
+        return cls(torch.empty(q.shape, dtype=q.dtype, device=q.device), sums, stats, 1.0 / call.scaling_seqlen)
 
     def merged(self) -> Tensor:
         if self.sums is not None:
@@ -63,76 +63,65 @@ class Parts:
         return self.out
 
 
-def check_rows(kv: KV | None, **tensors: Tensor) -> None:
-    """Refuse [T, H, d] tensors whose rows are not H·d numbers side by side (the distance between rows is free), and a
-    table that is not contiguous."""
-    for name, x in tensors.items():
+def check_rows(call: AttentionCall) -> None:
+    """Refuse q, k, v whose rows are not H·d numbers side by side (the distance between rows is free), and a table that
+    is not contiguous."""
+    for name in ("q", "k", "v"):
+        x = getattr(call, name)
         if x.numel() and (x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2])):
             raise ValueError(
                 f"{name} has strides {x.stride()} for shape {tuple(x.shape)}; a token's heads must lie side by side "
                 "(a view of a fused projection does), so make it contiguous first"
             )
-    if kv is not None and not kv[0].is_contiguous():
+    if call.kv is not None and not (table := call.kv[0]).is_contiguous():
         raise ValueError(
-            f"the table has strides {kv[0].stride()} for shape {tuple(kv[0].shape)}; it must be contiguous"
+            f"the table has strides {table.stride()} for shape {tuple(table.shape)}; it must be contiguous"
         )
 
 
-def choose_splits(q: Tensor, num_users: int, tiles: Tiles, resident: int, max_seqlen: int | None, kv: KV | None) -> int:
+def choose_splits(call: AttentionCall, tiles: Tiles, resident: int) -> int:
     """Over how many programs to split the keys: as many as fill the device once, ``resident`` on a multiprocessor, by
     sizes that the host knows."""
+    q = call.q
     if not q.is_cuda or not len(q):
         return 1
-    longest = max_seqlen or q.shape[0]
-    if kv is not None:
-        longest = kv[1].kv_indices.numel() * kv[0].shape[2] // max(num_users, 1)
+    longest = call.max_seqlen or q.shape[0]
+    if call.kv is not None:
+        table, m = call.kv
+        longest = m.kv_indices.numel() * table.shape[2] // max(len(call.num_candidates), 1)
     programs = triton.cdiv(q.shape[0], tiles.rows) * q.shape[1]
     room = resident * torch.cuda.get_device_properties(q.device).multi_processor_count
     return max(1, min(room // programs, longest // (tiles.keys * MIN_BLOCKS), MAX_SPLITS))
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    *,
-    weighting: Weighting,
-    alpha: float,
-    scaling_seqlen: float,
-    max_seqlen: int | None,
-    kv: KV | None,
-    tiles: Tiles | None = None,
-    splits: int | None = None,
-) -> Parts:
-    """Start the attention kernel; arguments as in ``attend``, tiles and splits chosen unless given."""
-    check_rows(kv, q=q, k=k, v=v)
+def launch(call: AttentionCall, tiles: Tiles | None = None, splits: int | None = None) -> Parts:
+    """Start the attention kernel; tiles and splits are chosen unless given."""
+    check_rows(call)
+    q, k, v = call.q, call.k, call.v
     num_tokens, num_heads, head_dim = q.shape
-    num_users, columns = num_candidates.shape[0], max(32, triton.next_power_of_2(head_dim))
-    page_size = None if kv is None else kv[0].shape[2]
+    num_users, columns = call.num_candidates.shape[0], max(32, triton.next_power_of_2(head_dim))
+    page_size, softmax = call.page_size or 1, call.weighting == "softmax"
     if tiles is None:
         major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-        tiles = choose_tiles("triton", 10 * major + minor, q.dtype, columns, weighting, page_size)
-    splits = splits or choose_splits(q, num_users, tiles, 3 if tiles.warps == 4 else 1, max_seqlen, kv)
-    parts = Parts.empty(q, weighting, scaling_seqlen, splits)
+        tiles = choose_tiles("triton", 10 * major + minor, q.dtype, columns, call.weighting, call.page_size)
+    splits = splits or choose_splits(call, tiles, 3 if tiles.warps == 4 else 1)
+    parts = Parts.empty(call, splits)
     if num_tokens == 0:
-        return Parts(parts.out, None, None, parts.inverse_n)
+        return parts
     history: tuple[Any, ...] = (k, v, k.stride(0), v.stride(0), None, None, None)
-    if kv is not None:
-        table, m = kv
+    if call.kv is not None:
+        table, m = call.kv
         width = num_heads * head_dim
         history = (table, table, width, width, m.total_history_lengths, m.kv_indptr, m.kv_indices)
     keys, values, key_stride, value_stride, *paging = history
     with torch.cuda.device_of(q):
         attention[((num_tokens // tiles.rows + num_users + 1) * num_heads * splits,)](
-            q, k, v, keys, values, parts.out, parts.sums, parts.stats, seq_offsets, num_candidates, *paging,
-            q.stride(0), k.stride(0), v.stride(0), key_stride, value_stride, alpha, parts.inverse_n, num_users,
-            num_tokens, splits, page_size or 1, num_heads=num_heads, HEAD_DIM=head_dim, COLUMNS=columns,
-            ROWS=tiles.rows, KEYS=tiles.keys, PAGED=kv is not None, WHOLE=(page_size or 1) % tiles.keys == 0,
-            SPLIT=splits > 1, SOFTMAX=weighting == "softmax",
-            APPROXIMATE=q.dtype != torch.float32 and not INTERPRETED,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            q, k, v, keys, values, parts.out, parts.sums, parts.stats, call.seq_offsets,
+            call.num_candidates, *paging, q.stride(0), k.stride(0), v.stride(0), key_stride, value_stride, call.alpha,
+            parts.inverse_n, num_users, num_tokens, splits, page_size, num_heads=num_heads, HEAD_DIM=head_dim,
+            COLUMNS=columns, ROWS=tiles.rows, KEYS=tiles.keys, PAGED=call.kv is not None,
+            WHOLE=page_size % tiles.keys == 0, SPLIT=splits > 1, SOFTMAX=softmax,
+            APPROXIMATE=q.dtype != torch.float32 and not INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return parts
 
@@ -155,5 +144,5 @@ def refuses(request: AttentionRequest) -> str | None:
 
 
 @register_attention_backend("triton", refuses=refuses, capturable=True)
-def run(*args: Tensor, **settings: Any) -> Tensor:
-    return launch(*args, **settings).merged()
+def run(call: AttentionCall) -> Tensor:
+    return launch(call).merged()
