@@ -63,7 +63,7 @@ def test_derived_values_are_written_out() -> None:
         ("kind: data\nfolder: x\n", "dataset 'ml-100k' takes no folder"),
         ("kind: data\ntasks: [{name: a, value: 1}, {name: a, value: 2}]\n", "tasks ['a', 'a'] share a name"),
         ("kind: [a]\n", "kind ['a']; known"),
-        ("kind: experiment\nname: x\nnotebook: a\nmodels: {}\n", "models: Dictionary should have at least 1 item"),
+        ("kind: experiment\nname: x\nnotebook: a\nmodels: {}\n", "models is empty; name at least one"),
         ("kind: experiment\nname: x\nnotebook: a\nmodels: {item mean: {num_items: 5}}\n", "should match pattern"),
         ("kind: model\n", "num_items: Field required"),
         ("kind: data\ndataset: movielens\n", "needs folder"),

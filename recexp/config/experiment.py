@@ -80,6 +80,17 @@ class ReplayConfig(Strict):
     bucket_counts: list[Count] = [1, 2, 3, 4, 6, 8, 12]  # how many token counts, for the share of padding
 
 
+class DifferenceConfig(Strict):
+    """The paths that ``numerical_diff`` compares."""
+
+    dtypes: list[Dtype | Literal["tf32"]] = ["float64", "float32", "tf32", "bfloat16", "float16"]
+    page_sizes: Counts = [8, 32, 128]
+    num_requests: Count = 4  # the longest, whose operations are compared
+    depth: Count = 16  # layers of the model along which the error grows
+    top_k: Count = 3
+    saved: list[Path] = []  # runs, of other machines say, that this one is compared with
+
+
 class ExperimentConfig(Strict):
     """One experiment: its notebook, and everything the notebook needs."""
 
@@ -88,16 +99,19 @@ class ExperimentConfig(Strict):
     notebook: Path  # relative to the nearest folder above the configuration that holds it
     device: str = "auto"  # auto: cuda where there is one, else cpu
     data: DataConfig | None = None  # None: the experiment makes its own requests
-    models: Annotated[dict[Name, ModelConfig], Field(min_length=1)]
+    models: dict[Name, ModelConfig] = {}  # a sweep may do without
     training: TrainingConfig = TrainingConfig()
     measure: MeasureConfig = MeasureConfig()
     cache: CacheConfig = CacheConfig()
     graphs: GraphConfig = GraphConfig()
     replay: ReplayConfig = ReplayConfig()
+    difference: DifferenceConfig = DifferenceConfig()
     sweep: SweepConfig | None = None
 
     @model_validator(mode="after")
     def _models_fit(self) -> ExperimentConfig:
+        if not self.models and self.sweep is None:
+            raise ValueError("models is empty; name at least one, such as models.hstu: ../models/hstu_small.yaml")
         pairs, candidates, tasks = max(self.measure.history_pairs), self.measure.num_candidates, None
         if self.data:
             candidates, tasks = max(candidates, self.data.max_candidates), len(self.data.tasks)

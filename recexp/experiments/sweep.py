@@ -20,7 +20,7 @@ from recexp.config.base import Strict
 from recexp.experiments.record import COLUMNS, row, to_frame
 from recexp.registry import Registry
 
-MODULES: tuple[str, ...] = ()  # of recexp.experiments, which register the package's own kinds of points
+MODULES: tuple[str, ...] = ("page_sizes",)  # of recexp.experiments, which register the package's own kinds of points
 
 
 @dataclass(frozen=True)
