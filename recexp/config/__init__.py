@@ -7,7 +7,15 @@ An unknown key is an error that names the nearest known one; an impossible value
 
 from recexp.config.base import cache_dir
 from recexp.config.data import DataConfig, SyntheticConfig, TaskConfig, TrainingConfig
-from recexp.config.experiment import Bucket, CacheConfig, ExperimentConfig, GraphConfig, MeasureConfig, ReplayConfig
+from recexp.config.experiment import (
+    Bucket,
+    CacheConfig,
+    DifferenceConfig,
+    ExperimentConfig,
+    GraphConfig,
+    MeasureConfig,
+    ReplayConfig,
+)
 from recexp.config.load import load_config
 from recexp.config.model import ModelConfig
 from recexp.config.sweep import SweepConfig
@@ -16,6 +24,7 @@ __all__ = [
     "Bucket",
     "CacheConfig",
     "DataConfig",
+    "DifferenceConfig",
     "ExperimentConfig",
     "GraphConfig",
     "MeasureConfig",
