@@ -18,6 +18,7 @@ from recexp.config.experiment import (
 )
 from recexp.config.load import load_config
 from recexp.config.model import ModelConfig
+from recexp.config.serving import ServingConfig
 from recexp.config.sweep import SweepConfig
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "MeasureConfig",
     "ModelConfig",
     "ReplayConfig",
+    "ServingConfig",
     "SweepConfig",
     "SyntheticConfig",
     "TaskConfig",

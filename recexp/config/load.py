@@ -13,6 +13,7 @@ from recexp.config.base import Strict
 from recexp.config.data import DataConfig, TrainingConfig
 from recexp.config.experiment import ExperimentConfig
 from recexp.config.model import ModelConfig
+from recexp.config.serving import ServingConfig
 from recexp.registry import nearest
 
 KINDS: dict[str, type[Strict]] = {
@@ -20,6 +21,7 @@ KINDS: dict[str, type[Strict]] = {
     "data": DataConfig,
     "training": TrainingConfig,
     "experiment": ExperimentConfig,
+    "serving": ServingConfig,
 }
 
 
