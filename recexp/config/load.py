@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from recexp.config.model import ModelConfig
 from recexp.config.serving import ServingConfig
 from recexp.registry import nearest
 
+Model = TypeVar("Model", bound=Strict)
 KINDS: dict[str, type[Strict]] = {
     "model": ModelConfig,
     "data": DataConfig,
@@ -87,14 +88,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Any:
     for assignment in overrides:
         _override(values, assignment)
     values = _follow(values, Path())  # paths in overrides are the caller's
+    return validate(KINDS[kind], values, str(path))
+
+
+def validate(model: type[Model], values: dict[str, Any], what: str) -> Model:
+    """The configuration that ``values`` describe; ValueError of ``what`` with a line for each fault."""
     try:
-        return KINDS[kind].model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         lines = (
-            f"  {'.'.join(map(str, e['loc'])) or kind}: {e['msg'].removeprefix('Value error, ')}{_given(e)}"
+            f"  {'.'.join(map(str, e['loc'])) or 'all'}: {e['msg'].removeprefix('Value error, ')}{_given(e)}"
             for e in error.errors()
         )
-        raise ValueError(f"{path}:\n" + "\n".join(lines)) from error
+        raise ValueError(f"{what}:\n" + "\n".join(lines)) from error
 
 
 def _given(error: Any) -> str:

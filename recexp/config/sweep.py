@@ -17,6 +17,7 @@ class SweepConfig(Strict):
     """
 
     point: Name  # a kind that register_point knows
+    modules: list[str] = []  # your own, imported here and in the workers for what they register
     base: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
     zipped: list[dict[str, list[Any]]] = []  # the lists of a group go together
@@ -29,7 +30,8 @@ class SweepConfig(Strict):
     @model_validator(mode="after")
     def _possible(self) -> SweepConfig:
         for group in self.zipped:
-            if len(lengths := {key: len(values) for key, values in group.items()}) and len({*lengths.values()}) > 1:
+            lengths = {key: len(values) for key, values in group.items()}
+            if len({*lengths.values()}) > 1:
                 raise ValueError(f"lists of a zipped group must be equally long, got {lengths}")
         keys = [*self.grid, *(key for group in self.zipped for key in group)]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):

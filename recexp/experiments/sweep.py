@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +23,10 @@ from tqdm.auto import tqdm
 from recexp import devices
 from recexp.config import SweepConfig
 from recexp.config.base import Strict
-from recexp.experiments.record import COLUMNS, row, to_frame
+from recexp.config.load import validate
+from recexp.experiments.cluster import ray_workers
+from recexp.experiments.record import to_frame
+from recexp.experiments.workers import pack, process_workers
 from recexp.registry import Registry
 
 MODULES: tuple[str, ...] = ("page_sizes",)  # of recexp.experiments, which register the package's own kinds of points
@@ -52,11 +61,11 @@ def register_point(
     return register
 
 
-def kind_of(name: str) -> PointKind:
-    """The kind of that name; ValueError with the nearest known one."""
-    for module in MODULES:
-        import_module(f"recexp.experiments.{module}")
-    return points[name]
+def kind_of(sweep: SweepConfig) -> PointKind:
+    """The kind of a sweep's points, its modules imported; ValueError with the nearest known one."""
+    for module in (*(f"recexp.experiments.{name}" for name in MODULES), *sweep.modules):
+        import_module(module)
+    return points[sweep.point]
 
 
 def expand(sweep: SweepConfig) -> list[dict[str, Any]]:
@@ -75,32 +84,98 @@ def expand(sweep: SweepConfig) -> list[dict[str, Any]]:
             for parent in parents:
                 inner = inner.setdefault(parent, {})
             inner[last] = value
-        found[json.dumps(point, sort_keys=True)] = point
+        found[key_of(point)] = point
     frame = pd.json_normalize(list(found.values()))
     for condition in sweep.where:
         try:
             frame = frame.query(condition)
         except Exception as error:
             raise ValueError(f"sweep.where {condition!r}: {error}; known: {', '.join(frame.columns)}") from error
-    if frame.empty:
+    if not len(frame):
         raise ValueError(f"no point of the sweep is left; check sweep.grid and sweep.where {sweep.where}")
     return [list(found.values())[i] for i in frame.index]
 
 
-def columns_of(point: Strict) -> dict[str, Any]:
-    """The fields of a point that are columns of the record."""
-    return {name: value for name, value in point.model_dump(mode="json").items() if name in COLUMNS}
-
-
 def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataFrame:
-    """Run every point of a sweep; a row each, as a frame of the record."""
-    kind, rows = kind_of(sweep.point), []
-    device = devices.resolve("auto" if sweep.devices == ["auto"] else sweep.devices[0].partition(":")[0])
-    for values in tqdm(expand(sweep), desc=sweep.point, disable=quiet):
-        point = kind.config.model_validate(values)
-        if reason := kind.refuses(point, device):
-            rows.append(row("refused", reason=reason, device=devices.describe_device(device), **columns_of(point)))
-        else:
-            rows.append(kind.run(point, device))
-        rows[-1]["device_id"] = str(device)
-    return to_frame(rows)
+    """Run every point of a sweep; a row each, as a frame of the record, in the order of ``expand``.
+
+    Each finished point goes to <folder>/points.jsonl at once; what that holds already is not run again. Whatever stops
+    the sweep, Ctrl-C included, keeps it. ValueError for an unknown kind and for a point that is none, before any runs.
+    """
+    kind, found = kind_of(sweep), expand(sweep)
+    for values in found:
+        validate(kind.config, values, f"sweep.point {sweep.point}: {label(sweep, values)}")
+    done = read_journal(folder / "points.jsonl")
+    left = deque(values for values in found if key_of(values) not in done)
+    bar = tqdm(total=len(found), initial=len(found) - len(left), desc=sweep.point, disable=quiet, smoothing=0.1)
+    if not left:
+        return _rows(found, done)
+    engine: Any = ray_workers if sweep.engine == "ray" else process_workers
+    with (
+        bar,
+        (folder / "points.jsonl").open("a") as journal,
+        engine(sweep, pack(kind, sweep.modules)) as workers,
+        ThreadPoolExecutor(len(workers)) as threads,
+    ):
+        stopped = threading.Event()
+
+        def serve(worker: Any) -> None:
+            while not stopped.is_set():
+                try:
+                    values = left.popleft()
+                except IndexError:
+                    return
+                bar.set_postfix_str(label(sweep, values))
+                begin = time.monotonic()
+                answer = worker.run(values)
+                if not stopped.is_set():
+                    entry = {"point": values, "seconds": round(time.monotonic() - begin, 3), "row": answer}
+                    journal.write(json.dumps(entry, default=lambda number: number.item()) + "\n")
+                    journal.flush()
+                    bar.update()
+
+        try:
+            for served in as_completed([threads.submit(serve, worker) for worker in workers]):
+                served.result()
+        finally:
+            stopped.set()
+            for worker in workers:
+                worker.close()
+    return _rows(found, read_journal(folder / "points.jsonl"))
+
+
+def plan(sweep: SweepConfig, where: torch.device | devices.DeviceProfile) -> pd.DataFrame:
+    """What run_sweep would do: per point what varies, and why a device, or an assumed one, refuses it ("" if not)."""
+    kind, planned = kind_of(sweep), []
+    for values in expand(sweep):
+        point = validate(kind.config, values, f"sweep.point {sweep.point}: {label(sweep, values)}")
+        planned.append({**varying(sweep, values), "refused": kind.refuses(point, where) or ""})
+    return pd.DataFrame(planned)
+
+
+def key_of(values: dict[str, Any]) -> str:
+    """What a point is known by: its content."""
+    return json.dumps(values, sort_keys=True)
+
+
+def varying(sweep: SweepConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """What tells a point of a sweep from the others, by dotted keys."""
+    keys = itertools.chain(sweep.grid, *sweep.zipped)
+    return {key: reduce(lambda inner, part: inner[part], key.split("."), values) for key in keys}
+
+
+def label(sweep: SweepConfig, values: dict[str, Any]) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varying(sweep, values).items())
+
+
+def read_journal(path: Path) -> dict[str, dict[str, Any]]:
+    """Entries of a points.jsonl by ``key_of`` their points; a last line that was cut off is taken out of the file."""
+    if not path.exists():
+        return {}
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    return {key_of(entry["point"]): entry for entry in entries}
+
+
+def _rows(found: list[dict[str, Any]], done: dict[str, dict[str, Any]]) -> pd.DataFrame:
+    return to_frame(done[key_of(values)]["row"] for values in found)

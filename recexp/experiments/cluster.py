@@ -1,0 +1,77 @@
+"""The workers of a sweep on a Ray cluster: an actor a device, each with a process for its points."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from recexp.config import SweepConfig
+from recexp.experiments.workers import Worker, device_names, threads_of
+
+
+class RemoteWorker:
+    """A ``Worker`` where Ray placed it. RuntimeError when its machine is lost or its device is not to be had."""
+
+    def __init__(self, *arguments: Any) -> None:
+        import ray
+
+        self._ray: Any = ray
+        actor: Any = ray.remote(num_gpus=1, num_cpus=0, max_restarts=0)(_Actor)
+        self._actor = actor.remote(*arguments)
+
+    def run(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The point's row."""
+        try:
+            answer: dict[str, Any] = self._ray.get(self._actor.run.remote(values))
+            return answer
+        except self._ray.exceptions.RayActorError as error:
+            raise RuntimeError(f"a device of the cluster is lost: {error}") from error
+
+    def close(self) -> None:
+        """End the actor, which ends its process and lets go of its device."""
+        self._ray.kill(self._actor)
+
+
+class _Actor:
+    def __init__(self, pretended: bool, packed: bytes, seconds: float, num_threads: int) -> None:
+        import ray
+
+        (index,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        name = f"cpu:{index}" if pretended or not torch.cuda.is_available() else "cuda:0"  # the only one it sees
+        self.worker = Worker(packed, name, seconds, num_threads)
+
+    def run(self, values: dict[str, Any]) -> dict[str, Any]:
+        return self.worker.run(values)
+
+
+@contextmanager
+def ray_workers(sweep: SweepConfig, packed: bytes) -> Iterator[list[RemoteWorker]]:
+    """A worker for every GPU of the cluster at sweep.address, or of one that is started on this machine until the end.
+
+    Pretended devices (cpu:0, cpu:1) are GPUs to Ray and the CPU to the points. ValueError for GPUs by name;
+    RuntimeError without the extra ``cluster`` or without GPUs in the cluster.
+    """
+    if any(name.startswith("cuda") for name in sweep.devices):
+        raise ValueError(f"sweep.devices {sweep.devices}: Ray gives devices out; use auto and CUDA_VISIBLE_DEVICES")
+    names = device_names(sweep.devices)
+    local: dict[str, Any] = {} if sweep.address else {"num_gpus": len(names), "include_dashboard": False}
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # every listener on the loopback address
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError("sweep.engine ray needs the extra: pip install 'recexp[cluster]'") from error
+    ray.init(sweep.address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    try:
+        count = int(ray.cluster_resources().get("GPU", 0))
+        if not count:
+            raise RuntimeError(f"the cluster at {sweep.address} has no GPU; start its nodes with --num-gpus")
+        arguments = sweep.devices != ["auto"], packed, sweep.seconds_per_point, threads_of(count)
+        yield [RemoteWorker(*arguments) for _ in range(count)]
+    finally:
+        ray.shutdown()
