@@ -27,9 +27,9 @@ def append_kv(table: Tensor, metadata: KVMetadata, k: Tensor, v: Tensor, seq_off
     rows = (seq_offsets[users] + token).clamp_(max=k.shape[0] - 1)  # tokens that pad may count past the last row
     page_size = table.shape[2]
     page = metadata.kv_indices[metadata.kv_indptr[users] + position // page_size]
-    slot = position % page_size
-    table[page, 0, slot] = k[rows]
-    table[page, 1, slot] = v[rows]
+    page, slot, half = page[:, None], (position % page_size)[:, None], torch.arange(2, device=page.device)
+    # one write and no view of the table: a compiler would copy all pages of the view, and back
+    table[page, half, slot] = torch.stack([k[rows], v[rows]], dim=1)  # [new, 2, H, d]
 
 
 def gather_kv(table: Tensor, metadata: KVMetadata, user: int) -> tuple[Tensor, Tensor]:
