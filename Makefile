@@ -14,13 +14,17 @@ $(error ACCEL is "$(ACCEL)": say cpu or gpu)
 endif
 INSTALLED := $(VENV)/.installed-$(ACCEL)
 PINS := $(VENV)/constraints.txt
+SERVING := $(VENV)-serving
+SERVES := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 EXPERIMENT := configs/experiments/compare_backbones.yaml
 
-.PHONY: env compare seeds test lab clean help
+.PHONY: env serving-env compare seeds test lab clean help
 .NOTPARALLEL:
 
 env: $(INSTALLED)  ## set up .venv
 	@echo "Ready: $(VENV). Next: make compare (main experiment), make test, make lab, make help."
+
+serving-env: $(INSTALLED) $(SERVING)/.installed  ## set up .venv-serving: a Triton server for Linux on x86_64
 
 compare: $(INSTALLED)  ## set up, fetch MovieLens-100K, train and compare both backbones, write the report
 	@$(PY) -m recexp data fetch ml-100k
@@ -32,7 +36,7 @@ seeds: $(INSTALLED)  ## quality of both backbones over three seeds
 
 # One thread and one process: on tensors as small as the tests' a second thread costs a third more processor time and no
 # less of the clock, and tests that measure time should not share the machine with each other.
-test: $(INSTALLED)  ## set up, then style, types and tests
+test: $(INSTALLED) $(if $(SERVES),$(SERVING)/.installed)  ## set up, then style, types and tests
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy
@@ -42,11 +46,11 @@ lab: $(INSTALLED)  ## JupyterLab on this machine only, its kernel bound to .venv
 	@JUPYTER_PATH="$(CURDIR)/$(VENV)/share/jupyter" $(PY) -m jupyterlab --ServerApp.ip=127.0.0.1 $(ARGS)
 
 clean:  ## remove .venv and everything built or cached here; results stay
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@rm -rf $(VENV) $(SERVING) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@awk -F ':.*  ## ' '/^[a-z]+:.*  ## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 # torch goes first: it decides about Triton. A CUDA build requires one release of it; beside a CPU build, constraints.txt
 # chooses. An environment left by an interrupted or by another installation is made anew.
@@ -78,8 +82,21 @@ endif
 	    cpu) sed -n '/^triton==/p' constraints.txt >> $(PINS);; \
 	esac
 	@echo "[3/4] Installing recexp and what it needs"
-	@$(PIP) install -qq -c $(PINS) --no-build-isolation --config-settings editable_mode=compat -e '.[$(ACCEL),lab,dev]'
+	@$(PIP) install -qq -c $(PINS) --no-build-isolation --config-settings editable_mode=compat -e '.[$(ACCEL),lab,serving,dev]'
 	@echo "[4/4] Binding the notebooks' kernel to $(VENV)"
 	@$(PY) -m ipykernel install --sys-prefix >/dev/null
 	@rm -f $(VENV)/.installing
 	@touch $@
+
+# The server's Python wants numpy below 2, which ends with Python 3.12: an environment in front of .venv, not a second
+# PyTorch. On another Python there is none, and the tests that need it say so.
+$(SERVING)/.installed: constraints-serving.txt | $(INSTALLED)
+	@set -e; if $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 13))'; then \
+	    echo "No serving environment: numpy below 2 needs Python 3.11 or 3.12; make PYTHON=python3.12 has one"; exit 0; fi; \
+	echo "Creating $(SERVING): a Triton server for this machine"; \
+	rm -rf $(SERVING); $(PY) -m venv --without-pip $(SERVING); \
+	$(PIP) --python $(SERVING)/bin/python install -qq --no-deps -r constraints-serving.txt; \
+	printf '%s\n' 'import os, site, sys; site.addsitedir(os.path.join(sys.prefix, "..", "$(VENV)", "lib",' \
+	    '"python%d.%d" % sys.version_info[:2], "site-packages"))' | paste -sd ' ' - \
+	    > "$$(echo $(SERVING)/lib/python3*/site-packages)/beside.pth"; \
+	touch $@
