@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from recexp.batch import TokenBatch
+from recexp.layers.paged_kv import OnePass
 from recexp.metadata import KVMetadata
 from recexp.registry import Registry
 
@@ -47,9 +48,11 @@ class Backbone(nn.Module):
         before_layer: Callable[[int], None] = lambda layer: None,
     ) -> Tensor:
         """[T, D] → [T, D]. tables: one paged table a layer; before_layer(i): waits for layer i's pages."""
-        x = tokens.values
+        x, offsets = tokens.values, tokens.seq_offsets
+        if tables is not None and metadata is not None:
+            metadata = OnePass.of(metadata, offsets, x.shape[0], tables[0].shape[2])
         for i, layer in enumerate(self.layers):
             before_layer(i)
             kv = None if tables is None or metadata is None else (tables[i], metadata)
-            x = layer(x, tokens.seq_offsets, tokens.num_candidates, tokens.max_seqlen, kv)
+            x = layer(x, offsets, tokens.num_candidates, tokens.max_seqlen, kv)
         return x

@@ -50,7 +50,8 @@ def project(
         x, weight, bias, residual, out, table, slots, num_rows, table.shape[2] if table is not None else 1, x.stride(0),
         residual.stride(0) if residual is not None else 0, width, depth, rows, columns,
         32 if x.dtype == torch.float32 else 64, 16, silu, table is not None,
-        x.dtype != torch.float32 and not triton.INTERPRETED, num_warps=warps, num_stages=stages,
+        x.dtype != torch.float32 and not triton.INTERPRETED, pdl := triton.overlaps(x), num_warps=warps,
+        num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -104,7 +105,7 @@ def fused_hstu_layer(
         norm = layer.input_norm
         layer_norm[(num_tokens,)](
             x, norm.weight, norm.bias, y, *lengths, norm.eps, num_candidates.shape[0], page_size or 1, x.stride(0),
-            x.shape[1], next_power_of_2(x.shape[1]), kv is not None,
+            x.shape[1], next_power_of_2(x.shape[1]), kv is not None, pdl := triton.overlaps(x), launch_pdl=pdl,
         )  # fmt: skip
         uvqk = project(y, layer.uvqk.weight, layer.uvqk.bias, silu=True, table=table, slots=slots)
         u, v, q, k = uvqk.unflatten(-1, (4, num_heads, head_dim)).unbind(1)
@@ -114,6 +115,7 @@ def fused_hstu_layer(
         gated = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
         gate[(num_tokens,)](
             parts.out, parts.sums, u, norm.weight, norm.bias, gated, parts.inverse_n, norm.eps, num_tokens,
-            u.stride(0), 1 if parts.sums is None else parts.sums.shape[0], width, next_power_of_2(width),
+            u.stride(0), 1 if parts.sums is None else parts.sums.shape[0], width, next_power_of_2(width), pdl,
+            launch_pdl=pdl,
         )  # fmt: skip
         return project(gated, layer.proj.weight, layer.proj.bias, x if layer.residual else None)

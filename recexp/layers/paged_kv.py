@@ -5,11 +5,43 @@ Position p of user b: page `kv_indices[kv_indptr[b] + p // page_size]`, slot `p 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from recexp.batch import describe
 from recexp.metadata import KVMetadata
+
+
+@dataclass(frozen=True)
+class OnePass(KVMetadata):
+    """Metadata for one pass through the layers: the first of them finds what to append where, the others find it here.
+
+    Made anew for every pass, within what a CUDA graph captures, since lengths change in place between replays.
+    """
+
+    seq_offsets: Tensor
+    num_rows: int  # of k and v
+    page_size: int
+
+    @classmethod
+    def of(cls, metadata: KVMetadata, seq_offsets: Tensor, num_rows: int, page_size: int) -> OnePass:
+        return cls(**{f.name: getattr(metadata, f.name) for f in fields(KVMetadata)}, seq_offsets=seq_offsets,
+                   num_rows=num_rows, page_size=page_size)  # fmt: skip
+
+    @cached_property
+    def targets(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each token to append: its row of k and v [new], and indices page [new, 1], half [2], slot [new, 1] of the
+        table; int64."""
+        users = self.batch_indices.long()
+        shift = (self.seq_offsets - self.new_history_offsets)[users]
+        rows = torch.arange(users.shape[0], device=users.device) + shift
+        rows = rows.clamp_(max=self.num_rows - 1)  # tokens that pad may count past the last row
+        page = self.kv_indices[self.kv_indptr[users] + self.position // self.page_size]
+        slot = self.position % self.page_size
+        return rows, page[:, None].long(), torch.arange(2, device=rows.device), slot[:, None].long()
 
 
 def append_kv(table: Tensor, metadata: KVMetadata, k: Tensor, v: Tensor, seq_offsets: Tensor) -> None:
@@ -20,16 +52,13 @@ def append_kv(table: Tensor, metadata: KVMetadata, k: Tensor, v: Tensor, seq_off
     a table of another shape or dtype than k asks for, and for tensors on different devices.
     """
     _check(table, metadata, k, v, seq_offsets)
-    users, position = metadata.batch_indices, metadata.position
-    if not users.shape[0]:
+    if not metadata.position.shape[0]:
         return
-    token = torch.arange(users.shape[0], device=users.device) - metadata.new_history_offsets[users]
-    rows = (seq_offsets[users] + token).clamp_(max=k.shape[0] - 1)  # tokens that pad may count past the last row
-    page_size = table.shape[2]
-    page = metadata.kv_indices[metadata.kv_indptr[users] + position // page_size]
-    page, slot, half = page[:, None], (position % page_size)[:, None], torch.arange(2, device=page.device)
+    if not isinstance(metadata, OnePass):
+        metadata = OnePass.of(metadata, seq_offsets, k.shape[0], table.shape[2])
+    rows, page, half, slot = metadata.targets
     # one write and no view of the table: a compiler would copy all pages of the view, and back
-    table[page, half, slot] = torch.stack([k[rows], v[rows]], dim=1)  # [new, 2, H, d]
+    table[page, half, slot] = torch.stack([k, v], dim=1)[rows]  # [new, 2, H, d]
 
 
 def gather_kv(table: Tensor, metadata: KVMetadata, user: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
-from recexp.layers.backends.triton import Parts, check_rows, choose_splits
+from recexp.layers.backends.triton import Parts, check_rows, choose_splits, num_tiles, overlaps
 from recexp.layers.kernels.tiles import Tiles, choose_tiles
 
 try:
@@ -68,13 +68,14 @@ def launch(call: AttentionCall, tiles: Tiles | None = None, splits: int | None =
     stats = sums if parts.stats is None else parts.stats
     consumers = tiles.rows // 64
     with torch.cuda.device_of(q):
-        attention_sm90[((num_tokens // tiles.rows + num_users + 1) * num_heads * splits,)](
+        attention_sm90[(num_tiles(call, tiles.rows) * num_heads * splits,)](
             describe_rows(q, width, q.stride(0), [64, head_dim]), k_rows, v_rows, q, k, v, parts.out, sums, stats,
             call.seq_offsets, call.num_candidates, *paging, q.stride(0), k.stride(0), v.stride(0), call.alpha,
             parts.inverse_n, num_users, num_tokens, splits, page_size or 1, H=num_heads, D=head_dim,
             CONSUMERS=consumers, KEYS=tiles.keys, STAGES=tiles.stages, BOX=box_rows, EXACT=page_size == box_rows,
             PAGED=call.kv is not None, SPLIT=splits > 1, SOFTMAX=call.weighting == "softmax",
             CONSUMER_REGISTERS=REGISTERS[consumers][0], PRODUCER_REGISTERS=REGISTERS[consumers][1], num_warps=4,
+            OVERLAP=(pdl := overlaps(q)), launch_pdl=pdl,
         )  # fmt: skip
     return parts
 

@@ -58,9 +58,19 @@ class Parts:
             with torch.cuda.device_of(self.out):
                 merge_splits[(triton.cdiv(tokens * heads, rows),)](
                     self.sums, self.stats, self.out, self.inverse_n, tokens * heads, splits, dim, columns, rows,
-                    self.stats is not None, num_warps=4,
+                    self.stats is not None, pdl := overlaps(self.out), num_warps=4, launch_pdl=pdl,
                 )  # fmt: skip
         return self.out
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether launches on x's device may overlap: see kernels.attention.wait_for_previous."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def num_tiles(call: AttentionCall, rows: int) -> int:
+    """Row tiles that hold any split of the tokens between the users and the padding behind them; see find_user."""
+    return (call.q.shape[0] + (call.num_candidates.shape[0] + 1) * (rows - 1)) // rows
 
 
 def check_rows(call: AttentionCall) -> None:
@@ -115,13 +125,14 @@ def launch(call: AttentionCall, tiles: Tiles | None = None, splits: int | None =
         history = (table, table, width, width, m.total_history_lengths, m.kv_indptr, m.kv_indices)
     keys, values, key_stride, value_stride, *paging = history
     with torch.cuda.device_of(q):
-        attention[((num_tokens // tiles.rows + num_users + 1) * num_heads * splits,)](
+        attention[(num_tiles(call, tiles.rows) * num_heads * splits,)](
             q, k, v, keys, values, parts.out, parts.sums, parts.stats, call.seq_offsets,
             call.num_candidates, *paging, q.stride(0), k.stride(0), v.stride(0), key_stride, value_stride, call.alpha,
             parts.inverse_n, num_users, num_tokens, splits, page_size, num_heads=num_heads, HEAD_DIM=head_dim,
             COLUMNS=columns, ROWS=tiles.rows, KEYS=tiles.keys, PAGED=call.kv is not None,
             WHOLE=page_size % tiles.keys == 0, SPLIT=splits > 1, SOFTMAX=softmax,
             APPROXIMATE=q.dtype != torch.float32 and not INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages,
+            OVERLAP=(pdl := overlaps(q)), launch_pdl=pdl,
         )  # fmt: skip
     return parts
 

@@ -19,9 +19,19 @@ read. Row numbers times strides are int64.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # running maximum before the first key; finite, so that a row without keys makes no NaN
+
+
+@triton.jit
+def wait_for_previous(OVERLAP):
+    """With programmatic dependent launch (SM90 on) programs start while the kernel before still runs; what it wrote may
+    be read behind this line only."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -38,13 +48,13 @@ def silu(x, APPROXIMATE):
 
 @triton.jit
 def find_user(seq_offsets, num_users, tile, ROWS):
-    """The user of a row tile, by binary search. User b owns tiles seq_offsets[b] // ROWS + b and on, at least
-    ceil(rows / ROWS) of them; user ``num_users`` stands for the padding behind everybody."""
+    """The user of a row tile, by binary search. User b owns tiles (seq_offsets[b] + b (ROWS - 1)) // ROWS and on, at
+    least ceil(rows / ROWS) of them; user ``num_users`` stands for the padding behind everybody."""
     low = 0
     high = num_users
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(seq_offsets + middle) // ROWS + middle <= tile:
+        if (tl.load(seq_offsets + middle) + middle * (ROWS - 1)) // ROWS <= tile:
             low = middle
         else:
             high = middle - 1
@@ -114,13 +124,14 @@ def attention(
     kv_indices, q_stride, k_stride, v_stride, k_history_stride, v_history_stride, alpha, inverse_n, num_users,
     num_rows, num_splits, page_size, num_heads: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
-    SOFTMAX: tl.constexpr, APPROXIMATE: tl.constexpr,
+    SOFTMAX: tl.constexpr, APPROXIMATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """q, k, v [T, H, d] with row strides; k_history, v_history: k and v again, or the table [pages, 2, page_size, H, d]
     twice. out [T, H, d]; with SPLIT instead sums float32 [num_splits, T, H, d], and for softmax stats float32
     [num_splits, T, H, 2] (maximum in units of log2, total). history_lengths, kv_indptr, kv_indices: None unless PAGED.
-    COLUMNS: d rounded up to a power of two. alpha > 0. Grid: (T // ROWS + B + 1) * H * num_splits programs.
+    COLUMNS: d rounded up to a power of two. alpha > 0. Grid: (T + (B + 1) (ROWS - 1)) // ROWS * H * num_splits.
     """
+    wait_for_previous(OVERLAP)
     program = tl.program_id(0)
     split = program % num_splits
     head = program // num_splits % num_heads
@@ -130,7 +141,7 @@ def attention(
     real = user < num_users
     begin = tl.load(seq_offsets + user)
     end = tl.load(seq_offsets + user + 1, mask=real, other=num_rows)
-    tile_in_user = tile - (begin // ROWS + user)
+    tile_in_user = tile - (begin + user * (ROWS - 1)) // ROWS
     num_tiles = tl.cdiv(end - begin, ROWS)
     if tile_in_user >= num_tiles:
         return

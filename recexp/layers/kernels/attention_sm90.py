@@ -34,7 +34,7 @@ WARPGROUP = gl.constexpr(64)  # rows of one consumer
 SLAB = gl.constexpr(64)  # columns of one 128-byte swizzled slab of a tile
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
-find_user = gluon.jit(plain.find_user.fn)
+find_user, wait_for_previous = gluon.jit(plain.find_user.fn), gluon.jit(plain.wait_for_previous.fn)
 
 
 @gluon.jit
@@ -250,9 +250,10 @@ def attention_sm90(
     kv_indices, q_stride, k_stride, v_stride, alpha, inverse_n, num_users, all_rows, num_splits, page_size,
     H: gl.constexpr, D: gl.constexpr, CONSUMERS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     BOX: gl.constexpr, EXACT: gl.constexpr, PAGED: gl.constexpr, SPLIT: gl.constexpr, SOFTMAX: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """As ``attention``, with ROWS = 64 CONSUMERS; q_desc, k_desc, v_desc describe rows [*, H*d] of q and history."""
+    wait_for_previous(OVERLAP)
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP
     program = gl.program_id(0)
     split = program % num_splits
@@ -270,7 +271,7 @@ def attention_sm90(
         history = gl.load(history_lengths + user, mask=real, other=0)
         pages = kv_indices + gl.load(kv_indptr + user)
         num_boxes = gl.cdiv(history, BOX)
-    tile_in_user = tile - (origin // ROWS + user)
+    tile_in_user = tile - (origin + user * (ROWS - 1)) // ROWS
     num_tiles = gl.cdiv(num_rows, ROWS)
     if tile_in_user < num_tiles:
         first_row = (num_tiles - 1 - tile_in_user) * ROWS

@@ -9,15 +9,17 @@ Parts are added in the order of s. With this, splitting the keys costs a layer n
 import triton
 import triton.language as tl
 
+from recexp.layers.kernels.attention import wait_for_previous
 from recexp.layers.kernels.layer_norm import normalise
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gate(
     attended, sums, u, weight, bias, y, inverse_n, eps, num_rows, u_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """attended [T, WIDTH], or with SPLITS > 1 sums float32 [SPLITS, T, WIDTH]; u by row stride; y [T, WIDTH]."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     mask = columns < WIDTH

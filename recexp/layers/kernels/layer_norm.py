@@ -11,6 +11,8 @@ have no slot.
 import triton
 import triton.language as tl
 
+from recexp.layers.kernels.attention import wait_for_previous
+
 
 @triton.jit
 def normalise(x, columns, weight, bias, eps, WIDTH):
@@ -26,9 +28,10 @@ def normalise(x, columns, weight, bias, eps, WIDTH):
 @triton.jit(do_not_specialize=["num_users", "page_size"])
 def layer_norm(
     x, weight, bias, y, slots, seq_offsets, num_candidates, history_lengths, kv_indptr, kv_indices, eps, num_users,
-    page_size, x_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGED: tl.constexpr,
+    page_size, x_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x [T, WIDTH] -> y [T, WIDTH]; with PAGED slots int64 [T], else slots to kv_indices are None."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     value = tl.load(x + row.to(tl.int64) * x_stride + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)

@@ -9,16 +9,17 @@ Added in the order of s by one program a group of rows: the result does not depe
 import triton
 import triton.language as tl
 
-from recexp.layers.kernels.attention import LOWEST
+from recexp.layers.kernels.attention import LOWEST, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_splits(
     sums, stats, out, inverse_n, num_rows, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, SOFTMAX: tl.constexpr,
+    ROWS: tl.constexpr, SOFTMAX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """sums float32 [SPLITS, num_rows, d], stats float32 [SPLITS, num_rows, 2] -> out [num_rows, d]; a row is one
     head's. SPLITS is a constant so that all loads are under way at once."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = row < num_rows

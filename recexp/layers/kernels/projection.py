@@ -11,17 +11,18 @@ inputs). Tiles of one group of rows follow each other, so that the weight stays 
 import triton
 import triton.language as tl
 
-from recexp.layers.kernels.attention import silu
+from recexp.layers.kernels.attention import silu, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_rows", "page_size"])
 def projection(
     x, weight, bias, residual, out, table, slots, num_rows, page_size, x_stride, residual_stride, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
-    SILU: tl.constexpr, APPEND: tl.constexpr, APPROXIMATE: tl.constexpr,
+    SILU: tl.constexpr, APPEND: tl.constexpr, APPROXIMATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x [T, DEPTH] by row stride, weight [WIDTH, DEPTH], out [T, WIDTH]; bias, residual, table, slots may be None.
     APPEND needs COLUMNS to divide a quarter of WIDTH."""
+    wait_for_previous(OVERLAP)
     tile = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(WIDTH, COLUMNS)
     group = tile // (GROUP * column_tiles)
@@ -31,9 +32,7 @@ def projection(
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, STEP)
-    safe_rows = tl.minimum(rows, num_rows - 1).to(
-        tl.int64
-    )  # rows and columns outside repeat the last one and are not stored
+    safe_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)  # outside: the last one again, and not stored
     safe_columns = tl.minimum(columns, WIDTH - 1)
     x_at = x + safe_rows[:, None] * x_stride + depth[None, :]
     weight_at = weight + safe_columns[None, :] * DEPTH + depth[:, None]
