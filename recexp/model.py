@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +16,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from recexp import checkpoint, devices
 from recexp.batch import SequenceBatch, offsets
 from recexp.cache import PagedKVCache
+from recexp.cache.embeddings import EmbeddingStore, lookup_features
 from recexp.config import GraphConfig, ModelConfig
 from recexp.graphs import GraphedModel
 from recexp.layers import Backbone, attention_backends, backbones
 from recexp.layers.head import Head
-from recexp.layers.sequence import SequenceStage, context_ids, history_ids, token_layout
+from recexp.layers.sequence import SequenceStage, TokenLayout, context_ids, history_ids, token_layout
 
 
 class RankingModel(nn.Module):
@@ -44,6 +45,7 @@ class RankingModel(nn.Module):
             self.head = Head(config)
         self.cache: PagedKVCache | None = None
         self.graphs: GraphedModel | None = None
+        self.stores: dict[str, EmbeddingStore] = {}
         self.to(device=device, dtype=dtype)
 
     @property
@@ -61,11 +63,15 @@ class RankingModel(nn.Module):
             )
         rows = offsets(torch.ones(batch.batch_size, dtype=torch.int64))
         pairs, candidates = offsets(batch.num_pairs), offsets(batch.num_candidates)
-        _check_range("item_ids", batch.item_ids, config.num_items, "num_items", pairs)
-        _check_range("candidate_ids", batch.candidate_ids, config.num_items, "num_items", candidates)
-        _check_range("action_ids", batch.action_ids, config.num_actions, "num_actions", pairs)
-        for feature, num in config.context.items():
-            _check_range(f"context feature {feature!r}", context_ids(batch, feature), num, f"context.{feature}", rows)
+        limits = {"item": (config.num_items, "num_items"), "action": (config.num_actions, "num_actions")}
+        limits |= {f"context.{feature}": (num, f"context.{feature}") for feature, num in config.context.items()}
+        limits |= {name: (store.num_rows, f"the {name} store's num_rows") for name, store in self.stores.items()}
+        _check_range("item_ids", batch.item_ids, *limits["item"], pairs)
+        _check_range("candidate_ids", batch.candidate_ids, *limits["item"], candidates)
+        _check_range("action_ids", batch.action_ids, *limits["action"], pairs)
+        for feature in config.context:
+            limit = limits[f"context.{feature}"]
+            _check_range(f"context feature {feature!r}", context_ids(batch, feature), *limit, rows)
 
     def forward(self, batch: SequenceBatch, rows: Literal["candidates", "items"] = "candidates") -> Tensor:
         """Logits [N, num_tasks]: of the candidates, or of every item token, history first, user after user.
@@ -78,7 +84,7 @@ class RankingModel(nn.Module):
         self.check(batch)
         batch = batch.windowed(self.config.max_history_pairs, self.config.window_hop or 1)
         layout = token_layout(batch, len(self.config.context))
-        tokens = self.sequence(batch.to(self.device), layout)
+        tokens = self.sequence(batch.to(self.device), layout, self._rows(batch, layout))
         x = self.backbone(tokens)
         return self.head(x[_index(layout.is_candidate if rows == "candidates" else layout.is_item, x.device)])
 
@@ -86,6 +92,28 @@ class RankingModel(nn.Module):
         """Logits [sum(num_candidates), num_tasks], in the batch's order, without gradients or dropout."""
         with evaluating(self):
             return self(batch)
+
+    def use_stores(self, stores: Mapping[str, EmbeddingStore]) -> None:
+        """Take rows from these stores from now on, by table ("item", "action", "context.<feature>"); {}: from none.
+
+        Ids then reach as far as the store, whatever the configuration says. A store has no gradients: train without.
+        Raises ValueError for an unknown table and for a store of another width.
+        """
+        widths = {name: table.embedding_dim for name, table in self.sequence.tables.items()}
+        for name, store in stores.items():
+            if widths.get(name) != store.dim:
+                raise ValueError(f"store {name!r} has width {store.dim}; the model's tables and widths are {widths}")
+        self.stores = dict(stores)
+
+    def _rows(self, batch: SequenceBatch, layout: TokenLayout) -> dict[str, Tensor]:
+        """Rows of the tables that have a store. A GPU looks them up while the host goes on to prepare metadata."""
+        if not self.stores:
+            return {}
+        if self.training:
+            raise ValueError("rows from stores have no gradients: call use_stores({}) before training")
+        index = (torch.from_numpy(i).to(batch.item_ids.device) for i in (layout.item_index, layout.action_index))
+        rows = lookup_features(self.stores, self.sequence.ids(batch, *index), self.device)
+        return {name: found.to(self.sequence.item_embedding.weight.dtype) for name, found in rows.items()}
 
     def make_cache(self, *, num_pages: int, page_size: int, **options: Any) -> PagedKVCache:
         """Give the model an empty paged KV cache, for ``predict_cached``; options are PagedKVCache's. Returns it."""
@@ -146,14 +174,15 @@ class RankingModel(nn.Module):
             self.check(batch)
             batch = batch.windowed(self.config.max_history_pairs, self.config.window_hop or 1)
             users = (batch.user_ids if user_ids is None else user_ids).tolist()
-            version = tuple((p.data_ptr(), p._version) for p in self.parameters())
+            version: list[object] = [(p.data_ptr(), p._version) for p in self.parameters()]
+            version += [(name, store.version) for name, store in self.stores.items()]
             if self.graphs and self.graphs.weights != [p.data_ptr() for p in self.graphs.parameters()]:
                 raise ValueError("the weights lie elsewhere than when the graphs were captured: call make_graphs again")
             history = history_ids(batch, list(self.config.context))
-            with self.cache.request(users, history, weights_version=version) as plan:
+            with self.cache.request(users, history, weights_version=tuple(version)) as plan:
                 layout = token_layout(batch, num_context, plan.reused)
                 static = self.graphs.fit(len(users), int(layout.seq_offsets[-1])) if self.graphs else None
-                tokens = self.sequence(batch.to(self.device), layout)
+                tokens = self.sequence(batch.to(self.device), layout, self._rows(batch, layout))
                 if self.graphs and static:
                     metadata = plan.metadata(layout.num_candidates, static.capacity)
                     return self.graphs.replay(static, tokens.values, metadata, plan.wait)
@@ -172,9 +201,9 @@ class RankingModel(nn.Module):
     def load(
         cls, folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> RankingModel:
-        """A model from a checkpoint folder; see ``recexp.checkpoint``."""
+        """A model from a checkpoint folder, in its dtype unless one is named; see ``recexp.checkpoint``."""
         model = cls(checkpoint.load_config_of(folder), device, dtype)
-        checkpoint.load_weights(model, model.config, folder)
+        checkpoint.load_weights(model, model.config, folder, convert=dtype is not None)
         return model
 
     def save(self, folder: str | Path) -> Path:

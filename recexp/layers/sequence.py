@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -120,23 +121,37 @@ class SequenceStage(nn.Module):
         self.item_id_dropout = config.item_id_dropout
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, batch: SequenceBatch, layout: TokenLayout) -> TokenBatch:
-        """Tokens of ``batch`` as ``layout`` plans them, on the device of the tables; candidates last for each user."""
+    @property
+    def tables(self) -> dict[str, nn.Embedding]:
+        """The tables of ids by name: item, action, and ``context.<feature>``."""
+        context = zip(self.features, cast("list[nn.Embedding]", self.context_embedding), strict=True)
+        return {"item": self.item_embedding, "action": self.action_embedding} | {f"context.{f}": t for f, t in context}
+
+    def ids(self, batch: SequenceBatch, item_index: Tensor, action_index: Tensor) -> dict[str, Tensor]:
+        """The ids that each table is asked for: item [n_items], action [n_actions], of every context feature [B]."""
+        items = torch.cat([batch.item_ids, batch.candidate_ids])[item_index]
+        context = {f"context.{feature}": context_ids(batch, feature) for feature in self.features}
+        return {"item": items, "action": batch.action_ids[action_index]} | context
+
+    def forward(
+        self, batch: SequenceBatch, layout: TokenLayout, rows: Mapping[str, Tensor] | None = None
+    ) -> TokenBatch:
+        """Tokens of ``batch`` as ``layout`` plans them, on the device of the tables; candidates last for each user.
+
+        rows: those of ``ids`` that somebody else has looked up; the others come from the stage's own tables.
+        """
         device = self.item_embedding.weight.device
         context_index, item_index, action_index, order, positions = _send(
             device, layout.context_index, layout.item_index, layout.action_index, layout.order, layout.positions
         )
-        item_ids = torch.cat([batch.item_ids, batch.candidate_ids])[item_index]
-        items = self.item_embedding(item_ids)
+        ids, given = self.ids(batch, item_index, action_index), rows or {}
+        found = {name: given[name] if name in given else table(ids[name]) for name, table in self.tables.items()}
+        items, actions, *context = found.values()
         if self.training and self.item_id_dropout:
-            items = items * (torch.rand(len(item_ids), 1, device=device) >= self.item_id_dropout)
-        parts = [self.item_mlp(items), self.action_embedding(batch.action_ids[action_index])]
-        if self.features:
-            rows = torch.stack(
-                [table(context_ids(batch, f)) for f, table in zip(self.features, self.context_embedding, strict=True)],
-                dim=1,
-            )  # [B, C, D]
-            parts.insert(0, self.context_mlp(rows.flatten(0, 1)[context_index]))
+            items = items * (torch.rand(len(items), 1, device=device) >= self.item_id_dropout)
+        parts = [self.item_mlp(items), actions]
+        if context:
+            parts.insert(0, self.context_mlp(torch.stack(context, dim=1).flatten(0, 1)[context_index]))  # of [B, C, D]
         values = torch.cat(parts)[order] * self.scale + self.position_embedding(positions)
         seq_offsets, num_candidates = _send(device, layout.seq_offsets, layout.num_candidates)
         return TokenBatch(self.dropout(values), seq_offsets.int(), num_candidates.int(), layout.max_seqlen)

@@ -1,0 +1,259 @@
+"""Embedding stores: every engine against a dictionary, the same errors from all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from recexp.cache.embeddings import EmbeddingStore, StoreStats, engines
+
+ON_GPU: list[tuple[str, dict[str, Any]]] = [
+    ("torch", {}),
+    ("fbgemm", {}),
+    ("fbgemm", {"cache_ratio": 0.25}),
+    ("nve", {"layer": "linear_uvm", "cache_ratio": 0.25}),
+    ("nve", {"layer": "hierarchical", "cache_ratio": 0.25}),
+]
+CASES = [(engine, {"device": "cpu"}) for engine in engines]
+GPU_CASES = [pytest.param(e, {"device": "cuda"} | o, marks=pytest.mark.gpu) for e, o in ON_GPU]
+every_engine = pytest.mark.parametrize(("engine", "options"), [*CASES, *GPU_CASES], ids=str)
+NUM_ROWS, DIM = 97, 8
+STEPS = 5_000  # of each engine: 10,000 with the two that every machine has
+
+
+def make(engine: str, options: dict[str, Any], num_rows: int = NUM_ROWS, dim: int = DIM, **more: Any) -> EmbeddingStore:
+    if reason := engines[engine].missing(torch.device(options.get("device", "cpu")).type):
+        pytest.skip(f"engine {engine}: {reason}")
+    return engines[engine](num_rows, dim, **(options | more))
+
+
+def on(store: EmbeddingStore, keys: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.as_tensor(keys, dtype=dtype).to(store.device)
+
+
+def everything(store: EmbeddingStore) -> np.ndarray:
+    return store.lookup(torch.arange(store.num_rows, device=store.device)).cpu().numpy()
+
+
+@every_engine
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_store_is_a_dictionary(engine: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    store = make(engine, options, dtype=dtype)
+    random, known = np.random.default_rng(0), dict[int, np.ndarray]()
+    for step in range(STEPS // 2):
+        keys = random.integers(NUM_ROWS, size=random.integers(0, 12))
+        rows = torch.from_numpy(random.standard_normal((len(keys), DIM))).to(dtype)
+        operation = random.choice(["update", "insert", "erase", "clear", "lookup"], p=[0.3, 0.2, 0.2, 0.01, 0.29])
+        before = store.version
+        if operation == "update":
+            store.update(on(store, keys), on(store, rows, dtype))
+            known |= zip(keys.tolist(), rows.numpy(), strict=True)  # the last of a key that is there twice
+        elif operation == "insert":
+            store.insert(on(store, keys), on(store, rows, dtype))
+            known = dict(zip(keys.tolist(), rows.numpy(), strict=True)) | known
+        elif operation == "erase":
+            store.erase(on(store, keys))
+            known = {key: row for key, row in known.items() if key not in keys}
+        elif operation == "clear":
+            store.clear()
+            known = {}
+        found = store.lookup(on(store, keys))
+        zeros = np.zeros(DIM, found.cpu().numpy().dtype)
+        wanted = np.array([known.get(key, zeros) for key in keys.tolist()], zeros.dtype).reshape(-1, DIM)
+        assert found.shape == (len(keys), DIM) and found.dtype == dtype and found.device == store.device
+        assert np.array_equal(found.cpu().numpy(), wanted), (step, operation)
+        assert store.version == before or operation != "lookup"
+        if step % 100 == 0:
+            assert np.array_equal(everything(store), [known.get(key, zeros) for key in range(NUM_ROWS)])
+            assert store.stats().num_known == len(known)
+
+
+@every_engine
+def test_values_are_the_tables_bit_for_bit(engine: str, options: dict[str, Any]) -> None:
+    """Every pattern of a finite float16, the smallest and −0 included, through every engine."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    bits = bits[bits.view(torch.float16).isfinite()]
+    table = bits.view(torch.float16).view(-1, 16)
+    store = make(engine, options, len(table), 16, dtype=torch.float16)
+    store.update(on(store, range(len(table))), table.to(store.device))
+    keys = torch.randint(len(table), (1000,), generator=torch.Generator().manual_seed(0))
+    found = store.lookup(keys.to(store.device)).cpu()
+    assert torch.equal(found.view(torch.int16), table[keys].view(torch.int16))
+
+
+def bad_keys(store: EmbeddingStore) -> dict[str, Any]:
+    return {
+        "int32": on(store, [1, 2], torch.int32),
+        "float": on(store, [1, 2], torch.float32),
+        "a list": [1, 2],
+        "2-D": on(store, [[1, 2]]),
+        "a number": on(store, 1),
+        "strided": on(store, [1, 2, 3, 4])[::2],
+        "another device": torch.zeros(2, dtype=torch.int64, device="meta"),
+        "negative": on(store, [3, -1]),
+        "past the end": on(store, [3, NUM_ROWS]),
+        "far past the end": on(store, [2**62, 0]),
+    }
+
+
+def bad_rows(store: EmbeddingStore) -> dict[str, Any]:
+    rows = torch.ones(2, DIM, device=store.device)
+    return {
+        "float64": rows.double(),
+        "an array": np.ones((2, DIM), np.float32),
+        "too few": rows[:1],
+        "too narrow": rows[:, 1:].contiguous(),
+        "1-D": rows.flatten(),
+        "strided": torch.ones(DIM, 2, device=store.device).T,
+        "another device": rows.to("meta"),
+        "NaN": rows * torch.nan,
+        "infinite": rows / 0,
+    }
+
+
+@every_engine
+def test_bad_input_is_the_same_clear_error_and_changes_nothing(engine: str, options: dict[str, Any]) -> None:
+    store = make(engine, options)
+    plain = make("torch", {"device": options["device"]})
+    good = torch.ones(2, DIM, device=store.device)
+    store.update(on(store, [3, 5]), good)
+    before, version = everything(store), store.version
+    for name, keys in bad_keys(store).items():
+        for call in ("lookup", "check_keys", "erase", "update", "insert"):
+            given = (keys, good) if call in ("update", "insert") else (keys,)
+            with pytest.raises(ValueError, match="key") as error:
+                getattr(store, call)(*given)
+            with pytest.raises(ValueError) as reference:
+                getattr(plain, call)(*given)
+            assert str(error.value) == str(reference.value), (name, call)
+    for name, rows in bad_rows(store).items():
+        for call in ("update", "insert"):
+            with pytest.raises(ValueError, match="row") as error:
+                getattr(store, call)(on(store, [3, 5]), rows)
+            with pytest.raises(ValueError) as reference:
+                getattr(plain, call)(on(store, [3, 5]), rows)
+            assert str(error.value) == str(reference.value), name
+    assert np.array_equal(everything(store), before) and store.version == version
+
+
+def test_errors_name_value_limit_and_way_out() -> None:
+    store = make("torch", {})
+    with pytest.raises(ValueError, match=r"key 97 is out of range: num_rows is 97, keys are 0 to"):
+        store.lookup(torch.tensor([97]))
+    with pytest.raises(ValueError, match=r"key -1 is out of range"):
+        store.lookup(torch.tensor([0, -1, 97]))
+    with pytest.raises(ValueError, match=r"torch.int32 \[1\].*must be a contiguous 1-D tensor of torch.int64"):
+        store.lookup(torch.tensor([1], dtype=torch.int32))
+    with pytest.raises(ValueError, match="the row of key 7 holds NaN or infinity"):
+        store.update(torch.tensor([6, 7]), torch.tensor([[0.0], [torch.inf]]).repeat(1, DIM))
+
+
+@every_engine
+def test_nothing_to_look_up_or_to_write(engine: str, options: dict[str, Any]) -> None:
+    store = make(engine, options)
+    none, version = on(store, []), store.version
+    store.update(none, torch.ones(0, DIM, device=store.device))
+    store.insert(none, torch.ones(0, DIM, device=store.device))
+    store.erase(none)
+    store.erase(on(store, [4]))  # unknown
+    assert store.lookup(none).shape == (0, DIM) and store.version == version
+
+
+@every_engine
+def test_unknown_keys_are_an_error_where_asked_for(engine: str, options: dict[str, Any]) -> None:
+    store = make(engine, options, unknown="error")
+    store.insert(on(store, [1, 4]), torch.ones(2, DIM, device=store.device))
+    assert store.lookup(on(store, [4, 1, 4])).sum() == 3 * DIM
+    for keys in ([1, 9], [9]):
+        with pytest.raises(ValueError, match="key 9 is unknown: insert it first"):
+            store.lookup(on(store, keys))
+    store.erase(on(store, [1, 9]))
+    with pytest.raises(ValueError, match="key 1 is unknown"):
+        store.check_keys(torch.tensor([1]))
+
+
+def test_no_two_states_of_any_stores_have_the_same_version() -> None:
+    stores = [make("torch", {}), make("torch", {}), make("fbgemm", {})]
+    seen = [store.version for store in stores]
+    for store in stores:
+        for change in (
+            lambda s: s.update(on(s, [1]), torch.ones(1, DIM)),
+            lambda s: s.erase(on(s, [1])),
+            lambda s: s.clear(),
+        ):
+            change(store)
+            seen.append(store.version)
+    assert len(set(seen)) == len(seen) == 12
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
+def test_quantised_tables(precision: str, bits: int) -> None:
+    """No value is off by more than half a step of its row (plus the float16 of scale and offset); a row costs 4 bytes
+    more than its bits, and unknown rows are exact zeros."""
+    store = make("fbgemm", {}, 50, 64, precision=precision)
+    rows = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    store.update(torch.arange(40), rows)
+    found = store.lookup(torch.arange(50))
+    step = (rows.amax(1) - rows.amin(1)) / (2**bits - 1)
+    rounding = 2**-10 * rows.abs().amax(1)
+    assert ((found[:40] - rows).abs().amax(1) <= step / 2 + 2 * rounding).all()
+    assert not torch.equal(found[:40], rows) and not found[40:].any()
+    assert store.stats().device_bytes == 50 * (64 * bits // 8 + 4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "match"),
+    [
+        ("torch", {"num_rows": 0}, "num_rows=0.*sizes are at least 1"),
+        ("torch", {"unknown": "ignore"}, "unknown is zero or error"),
+        ("torch", {"cache_ratio": 0.5}, "cache_ratio is below 1 only where"),
+        ("torch", {"dtype": torch.int32}, "no tables of torch.int32; use torch.float64"),
+        ("fbgemm", {"dtype": torch.bfloat16}, "no tables of torch.bfloat16; use torch.float32, torch.float16"),
+        ("fbgemm", {"precision": "int2"}, "precision='int2'.*must be None, or int8 or int4"),
+        ("fbgemm", {"precision": "int4", "dim": 7}, "even width"),
+        ("nve", {"layer": "linear_uvm"}, "must be host on a CPU"),
+    ],
+)
+def test_impossible_stores(engine: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        engines[engine](**({"num_rows": 4, "dim": 4} | options))
+
+
+def test_an_absent_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for name in ("fbgemm_gpu", "pynve.torch.nve_layers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for engine, way in (("fbgemm", "extra cpu or gpu"), ("nve", "build NVIDIA/nv-embedding-cache")):
+        with pytest.raises(ValueError, match=f"no embedding engine '{engine}' for cpu: .*{way}"):
+            engines[engine](4, 4)
+    assert engines["torch"].missing("cpu") is None
+    with pytest.raises(ValueError, match=r"unknown embedding engine 'nv'.*did you mean 'nve'"):
+        engines["nv"]
+
+
+@every_engine
+def test_stats(engine: str, options: dict[str, Any]) -> None:
+    store = make(engine, options)
+    store.update(on(store, [1, 2]), torch.ones(2, DIM, device=store.device))
+    store.lookup(on(store, [1, 1, 5]))
+    stats = store.stats()
+    assert isinstance(stats, StoreStats) and (stats.num_known, stats.num_keys) == (2, 3)
+    if store.cache_ratio == 1:
+        assert stats.host_bytes == 0 and stats.hit_rate is None
+    if engine == "torch":
+        assert stats.device_bytes == NUM_ROWS * DIM * 4
+
+
+@pytest.mark.gpu
+def test_the_cache_of_fbgemm_counts_its_hits() -> None:
+    store = make("fbgemm", {"device": "cuda", "cache_ratio": 0.25}, 4096, 64)
+    store.update(on(store, range(4096)), torch.randn(4096, 64, device="cuda"))
+    for _ in range(4):
+        store.lookup(on(store, range(100)))
+    stats = store.stats()
+    assert 0.7 <= stats.hit_rate <= 0.75 and stats.host_bytes >= 4096 * 256 > stats.device_bytes > 0
