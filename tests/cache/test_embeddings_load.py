@@ -144,10 +144,9 @@ import torch
 from recexp.cache.embeddings import engines, load_key_values
 count, dim, engine, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 engines[engine](9, dim)  # what importing an engine takes
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+before = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 store = load_key_values(engine, folder, "item", num_rows=count, dim=dim, quiet=True)
-print((peak() - before) / (count * dim * 4))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before) / (count * dim * 4))
 assert store.stats().num_known == count
 assert store.lookup(torch.tensor([count - 1, 0]))[:, 0].tolist() == [float(count - 1), 0.0]
 """
