@@ -66,7 +66,7 @@ TRITON_SM90 = replace(TRITON, note="run on an H200")
 RUN = "run on an H200 with Triton 3.6; newer releases compile only"
 GLUON = KernelLimits(head_dims=(64, 128, 256), page_step=8, note=RUN)
 FBGEMM = KernelLimits(head_dims=(32, 64, 128, 256), page_sizes=(32, 64), weightings=("silu",))
-FBGEMM_SM90 = replace(FBGEMM, page_sizes=(), no_pages="its wrapper drops the paged cache without a word")
+FBGEMM_SM90 = replace(FBGEMM, page_sizes=(), no_pages="there its wrapper drops the paged cache without a word")
 WARM = f"{UNVERIFIED}; compiles at the first call, so warm up before capture; its error text says pages of 512"
 FBGEMM_SM100 = replace(FBGEMM, head_dims=(64, 128, 256), page_sizes=(128,), note=WARM)
 FBGEMM_SM120 = replace(FBGEMM, note=f"{UNVERIFIED}; head_dim 256 without pages exceeds shared memory")
@@ -102,6 +102,12 @@ def profile_of(sm: int | str) -> DeviceProfile:
     return PROFILES.get(number) or DeviceProfile(number, "unknown", note=f"{note}; {UNVERIFIED}", backends=some)
 
 
+def sm_of(device: torch.device) -> int:
+    """The SM of a CUDA device: 90 of an H100."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def resolve(device: str) -> torch.device:
     """A torch device from "auto" (CUDA where there is one, else the CPU), "cpu", "cuda" or "cuda:1".
 
@@ -124,8 +130,7 @@ def resolve(device: str) -> torch.device:
 def describe_device(device: torch.device) -> str:
     """A device's name for titles and tables: the card and its SM, or the CPU and the threads used."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"{torch.cuda.get_device_name(device)} (SM{major}{minor})"
+        return f"{torch.cuda.get_device_name(device)} (SM{sm_of(device)})"
     threads = torch.get_num_threads()
     return f"CPU ({cpu_name()}, {threads} thread{'s' if threads > 1 else ''})"
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from recexp.batch import check_offsets, describe
+from recexp.devices import profile_of, sm_of
 from recexp.metadata import KVMetadata
 from recexp.registry import Registry
 
@@ -105,6 +106,14 @@ def refusal(backend: str, request: AttentionRequest) -> str | None:
     if request.requires_grad and not entry.trainable:
         return "it has no gradients"
     return entry.refuses(request)
+
+
+def kernel_refusal(backend: str, request: AttentionRequest) -> str | None:
+    """Why a backend that depends on the SM refuses, by what recexp.devices knows of the request's device."""
+    if request.device.type != "cuda":
+        return f"it runs on CUDA devices, not on {request.device.type}"
+    profile = profile_of(sm_of(request.device))
+    return profile.refuses(backend, request.weighting, request.dtype, request.head_dim, request.page_size)
 
 
 def choose(backend: str, request: AttentionRequest) -> str:

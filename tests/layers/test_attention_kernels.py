@@ -135,7 +135,7 @@ def test_refuses_what_it_cannot_do():
     swapped = case.q.transpose(0, 1).contiguous().transpose(0, 1)  # a token's heads lie apart
     with pytest.raises(ValueError, match="heads must lie side by side"):
         attend(swapped, *case.args[1:], weighting="softmax", alpha=1.0, backend="triton")
-    for change, reason in [({"dtype": torch.float64}, "float64"), ({"head_dim": 512}, "above 256")]:
+    for change, reason in [({"dtype": torch.float64}, "float64"), ({"head_dim": 512}, "256 or less")]:
         request = {
             "weighting": "silu",
             "device": torch.device(DEVICE),

@@ -82,8 +82,8 @@ def test_fbgemm_gets_arguments_of_the_installed_signature(installed, function):
     ("sm", "page_size", "reason"),
     [
         (90, 64, "drops the paged cache"),
-        (80, 128, "wrong memory"),
-        (100, 64, "wrong memory"),
+        (80, 128, "page_size 128 is not (32, 64)"),
+        (100, 64, "page_size 64 is not (128,)"),
         (100, 128, None),
         (80, 32, None),
         (75, None, "no kernel for SM75"),

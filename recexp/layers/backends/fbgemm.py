@@ -3,7 +3,7 @@
 It is in no release wheel; users build it from FBGEMM's source. Argument names are looked up in the installed
 signature, because older builds lack scaling_seqlen and the paged arguments. Unverified on hardware.
 
-    SM80, 86, 89, 120: pages of 32 or 64   SM90: no paged cache   SM100: pages of 128
+    SM80, 86, 89, 120: pages of 32 or 64   SM90: no paged cache   SM100: pages of 128   (others read wrong memory)
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
+from recexp.layers.attention import AttentionCall, AttentionRequest, kernel_refusal, register_attention_backend
 
-PAGE_SIZES = {80: (32, 64), 86: (32, 64), 89: (32, 64), 90: (), 100: (128,), 120: (32, 64)}
 PAGED = {"kv_cache", "page_offsets", "page_ids", "last_page_lens"}
 
 
@@ -34,26 +32,11 @@ def operator() -> tuple[Callable[..., Any], frozenset[str]] | None:
 
 
 def refuses(request: AttentionRequest) -> str | None:
-    if request.device.type != "cuda":
-        return f"it runs on CUDA devices, not on {request.device.type}"
-    if (found := operator()) is None:
+    found = operator()
+    if found is None and request.device.type == "cuda":
         return "FBGEMM's HSTU attention (module hstu) is not installed; release wheels do not have it"
-    if request.weighting != "silu":
-        return "it computes SiLU weighting only"
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, not {request.dtype}"
-    major, minor = torch.cuda.get_device_capability(request.device)
-    sm = 10 * major + minor
-    if sm not in PAGE_SIZES:
-        return f"it has no kernel for SM{sm}"
-    if request.head_dim not in ((64, 128, 256) if sm == 100 else (32, 64, 128, 256)):
-        return f"head_dim {request.head_dim} is not one of its kernels'"
-    if request.page_size is None:
-        return None
-    if not PAGE_SIZES[sm]:
-        return f"on SM{sm} its wrapper drops the paged cache without a word"
-    if request.page_size not in PAGE_SIZES[sm]:
-        return f"page_size {request.page_size} on SM{sm}: it reads wrong memory except for {PAGE_SIZES[sm]}"
+    if (reason := kernel_refusal("fbgemm", request)) or found is None or request.page_size is None:
+        return reason
     return None if found[1] >= PAGED else "the installed build has no paged arguments"
 
 

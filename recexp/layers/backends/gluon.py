@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
+from recexp.layers.attention import AttentionCall, AttentionRequest, kernel_refusal, register_attention_backend
 from recexp.layers.backends.triton import Parts, check_rows, choose_splits, num_tiles, overlaps
 from recexp.layers.kernels.tiles import Tiles, choose_tiles
 
@@ -81,17 +81,7 @@ def launch(call: AttentionCall, tiles: Tiles | None = None, splits: int | None =
 
 
 def refuses(request: AttentionRequest) -> str | None:
-    if WHY_NOT:
-        return WHY_NOT
-    if request.device.type != "cuda" or torch.cuda.get_device_capability(request.device) != (9, 0):
-        return "it is written for SM90 (H100, H200)"
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bfloat16 or float16, not {request.dtype}"
-    if request.head_dim not in (64, 128, 256):
-        return f"head_dim {request.head_dim} is not 64, 128 or 256; backend 'triton' pads others"
-    if request.page_size is not None and request.page_size % 8:
-        return f"page_size {request.page_size} is not a multiple of 8, the lowest copy; backend 'triton' takes any"
-    return None
+    return WHY_NOT or kernel_refusal("gluon", request)
 
 
 @register_attention_backend("gluon", refuses=refuses, capturable=True)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recexp.layers.attention import AttentionCall, AttentionRequest, register_attention_backend
+from recexp.devices import TRITON, sm_of
+from recexp.layers.attention import AttentionCall, AttentionRequest, kernel_refusal, register_attention_backend
 from recexp.layers.kernels.tiles import Tiles, choose_tiles
 
 try:
@@ -28,6 +29,7 @@ except ImportError:  # macOS, or a build of torch without Triton
     AVAILABLE = INTERPRETED = False
 
 MAX_SPLITS = 32
+FEW_ROWS = 64 * 132  # rows times heads that give no more than one small tile to a large device's multiprocessors
 MIN_BLOCKS = 4  # key blocks a share must have to be worth its partial sums
 
 
@@ -65,7 +67,7 @@ class Parts:
 
 def overlaps(x: Tensor) -> bool:
     """Whether launches on x's device may overlap: see kernels.attention.wait_for_previous."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_cuda and sm_of(x.device) >= 90
 
 
 def num_tiles(call: AttentionCall, rows: int) -> int:
@@ -112,8 +114,9 @@ def launch(call: AttentionCall, tiles: Tiles | None = None, splits: int | None =
     num_users, columns = call.num_candidates.shape[0], max(32, triton.next_power_of_2(head_dim))
     page_size, softmax = call.page_size or 1, call.weighting == "softmax"
     if tiles is None:
-        major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-        tiles = choose_tiles("triton", 10 * major + minor, q.dtype, columns, call.weighting, call.page_size)
+        sm = sm_of(q.device) if q.is_cuda else 80
+        few = q.is_cuda and num_tokens * num_heads < FEW_ROWS
+        tiles = choose_tiles("triton", sm, q.dtype, columns, call.weighting, call.page_size, few)
     splits = splits or choose_splits(call, tiles, 3 if tiles.warps == 4 else 1)
     parts = Parts.empty(call, splits)
     if num_tokens == 0:
@@ -140,18 +143,13 @@ def launch(call: AttentionCall, tiles: Tiles | None = None, splits: int | None =
 def refuses(request: AttentionRequest) -> str | None:
     if not AVAILABLE:
         return "Triton is not installed"
-    if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it computes in bfloat16, float16 or float32, not {request.dtype}"
-    if request.head_dim > 256:
-        return f"head_dim {request.head_dim} is above 256"
-    if INTERPRETED and request.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies no bfloat16"
+    if INTERPRETED:
+        if request.dtype == torch.bfloat16:
+            return "Triton's interpreter multiplies no bfloat16"
+        return TRITON.refuses(request.weighting, request.dtype, request.head_dim, request.page_size)
     if request.device.type == "cpu":
-        return None if INTERPRETED else "on the CPU it runs only under TRITON_INTERPRET=1, set before the first import"
-    if request.device.type != "cuda":
-        return f"it runs on CUDA devices, not on {request.device.type}"
-    capability = torch.cuda.get_device_capability(request.device)
-    return None if capability >= (8, 0) else f"it needs SM80 or newer, this is SM{capability[0]}{capability[1]}"
+        return "on the CPU it runs only under TRITON_INTERPRET=1, set before the first import"
+    return kernel_refusal("triton", request)
 
 
 @register_attention_backend("triton", refuses=refuses, capturable=True)

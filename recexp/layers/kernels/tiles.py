@@ -28,12 +28,13 @@ class Tiles:
 
 @cache
 def choose_tiles(
-    kernel: str, sm: int, dtype: torch.dtype, head_dim: int, weighting: str, page_size: int | None
+    kernel: str, sm: int, dtype: torch.dtype, head_dim: int, weighting: str, page_size: int | None, few: bool = False
 ) -> Tiles:
-    """The table's tiles for a call, head_dim being 32, 64, 128 or 256, by the newest SM not above ``sm``."""
+    """The table's tiles for a call, head_dim being 32, 64, 128 or 256, by the newest SM not above ``sm``. few: rows and
+    heads are so few that keys are split over programs; the table may have other tiles for that."""
     if dtype == torch.float32:  # no tensor cores in IEEE float32: registers hold both operands
         return Tiles(32, 32, 4, 1) if head_dim <= 128 else Tiles(16, 16, 4, 1)
     pages = "none" if page_size is None else "whole" if page_size % 64 == 0 else "part"
     rows = [row for row in json.loads(TABLE.read_text()) if (row["kernel"], row["head_dim"]) == (kernel, head_dim)]
     best = max((row for row in rows if row["sm"] <= sm), key=lambda row: row["sm"])
-    return Tiles(*best[weighting][pages])
+    return Tiles(*best[weighting].get(f"{pages} few" if few else pages, best[weighting][pages]))
