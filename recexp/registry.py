@@ -39,6 +39,10 @@ class Registry(Generic[T]):
         """Make the names registered so far the package's own."""
         self._fixed = frozenset(self._entries)
 
+    def is_fixed(self, name: str) -> bool:
+        """Whether the name is the package's own, not the user's."""
+        return name in self._fixed
+
     def __getitem__(self, name: str) -> T:
         if name not in self._entries:
             raise ValueError(f"unknown {self.what} {name!r}; {nearest(name, list(self))}")

@@ -29,6 +29,7 @@ from recexp.config import DataConfig, ModelConfig, TaskConfig, TrainingConfig, c
 from recexp.data.interactions import Interactions
 from recexp.data.metrics import ranking_metrics
 from recexp.data.requests import Requests, Splits, candidate_rows, labels, make_batch
+from recexp.layers import backbones
 from recexp.model import RankingModel
 
 
@@ -76,7 +77,8 @@ def train(
     device: str = "cpu",
     quiet: bool = False,
 ) -> Trained:
-    """Train a model, or take the checkpoint of an earlier training of the very same configuration, data and version.
+    """Train a model, or take the checkpoint of an earlier training of the very same configuration, data and version. A
+    backbone of the user's own is always trained: its code may have changed.
 
     The best averaged weights by validation AUC of the first task are kept.
     """
@@ -86,7 +88,7 @@ def train(
     )
     folder = cache_dir() / "checkpoints" / f"{config.backbone}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     history_file = folder / "training.json"
-    if (folder / WEIGHTS).is_file():
+    if backbones.is_fixed(config.backbone) and (folder / WEIGHTS).is_file():
         try:
             return Trained(RankingModel.load(folder, device), folder, json.loads(history_file.read_text()))
         except (ValueError, OSError) as error:  # JSON errors are ValueErrors

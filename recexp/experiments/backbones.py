@@ -1,186 +1,45 @@
-"""The measurements of compare_backbones: size, latency, and where numbers differ between dtypes."""
+"""What compare_backbones makes of its measurements: size, trade-offs, and the run in words."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from tqdm.auto import tqdm
 
-from recexp.batch import SequenceBatch
-from recexp.config import MeasureConfig, TaskConfig
+from recexp.config import MeasureConfig
 from recexp.data.interactions import Interactions
-from recexp.data.requests import Requests, candidate_rows, labels, make_batch
-from recexp.devices import describe_device
-from recexp.experiments.compare import auc_change, difference, equal, layer_differences, ranking_difference
-from recexp.experiments.measure import achieved, ceilings, measure_undisturbed
-from recexp.experiments.record import row, to_frame
-from recexp.layers.attention import Attention, AttentionRequest
-from recexp.layers.backends.auto import select
+from recexp.data.requests import Requests, make_batch
+from recexp.experiments.measure import request_flops
 from recexp.model import RankingModel
-from recexp.train import predict_requests
 
 TIE = 0.01  # of AUC or GAUC: about what another seed changes
 
 
-def in_dtype(model: RankingModel, dtype: torch.dtype, **changes: Any) -> RankingModel:
-    """A copy of the model in another dtype, and with another configuration where ``changes`` ask for it."""
-    copy = RankingModel(model.config.model_copy(update=changes), model.device, dtype)
-    copy.load_state_dict(model.state_dict())
-    return copy.eval()
-
-
-def reference_of(model: RankingModel) -> RankingModel:
-    """The float64 reference of a model: its weights, the plain attention."""
-    return in_dtype(model, torch.float64, attention_backend="reference")
-
-
-def backend_of(model: RankingModel, page_size: int | None = None) -> str:
-    """The attention backend of the model's layers at inference, page_size: with a cache; "none" for layers without."""
-    attention = next((m for m in model.modules() if isinstance(m, Attention)), None)
-    if attention is None or attention.backend != "auto":
-        return attention.backend if attention else "none"
-    dtype, config = model.sequence.item_embedding.weight.dtype, model.config
-    shape = (config.num_heads, config.head_dim, page_size)
-    return select(AttentionRequest(attention.weighting, model.device, dtype, *shape))[0]
-
-
-def requests_of_length(
-    interactions: Interactions, num_pairs: int, num_candidates: int, count: int, skip: int = 0
-) -> Requests:
-    """``count`` real requests with exactly ``num_pairs`` pairs of history; few users come round again."""
-    users = np.flatnonzero(interactions.lengths >= num_pairs + num_candidates)
-    if not len(users):
-        raise ValueError(
-            f"no user of {interactions.name} has {num_pairs} + {num_candidates} interactions; "
-            f"the longest history has {interactions.lengths.max()}: lower history_pairs"
-        )
-    rows = users[(np.arange(count) + skip) % len(users)]
-    split = np.full(count, num_pairs)
-    return Requests(rows, split, split + num_candidates)
-
-
-def count_flops(model: RankingModel, batch: SequenceBatch) -> int:
-    """FLOPs of one predict as the padded path does it: matrix products only, masked pairs included."""
-    # the fused CPU kernel of scaled_dot_product_attention is not counted; its plain form is
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.predict(batch)
-    return counter.get_total_flops()
-
-
-def sizes(
-    models: Mapping[str, RankingModel], interactions: Interactions, measure_config: MeasureConfig
-) -> pd.DataFrame:
-    """What each model costs: parameters in all and in the layers, FLOPs of a request, KV bytes of a token."""
-    pairs = max(measure_config.history_pairs)
-    batch, _ = make_batch(interactions, requests_of_length(interactions, pairs, measure_config.num_candidates, 1))
+def sizes(models: Mapping[str, RankingModel], latency: pd.DataFrame, config: MeasureConfig) -> pd.DataFrame:
+    """What each model costs: parameters in all and in the layers, FLOPs of a request, KV bytes of a token (none where
+    ``latency`` has cached requests refused), and memory of weights and 1,000 cached users, in the dtype of latency."""
+    pairs, itemsize = max(config.history_pairs), getattr(torch, latency["dtype"].iloc[0]).itemsize
     rows = []
     for name, model in models.items():
-        config = model.config
+        shape, history = model.config, len(model.config.context) + 2 * pairs
+        cached = latency[(latency["backbone"] == name) & (latency["tier"] != "none")]
+        kv_bytes = 2 * shape.num_layers * shape.num_heads * shape.head_dim * itemsize * any(cached["status"] == "ok")
+        count = sum(p.numel() for p in model.parameters())
         rows.append(
             {
                 "model": name,
-                "parameters": sum(p.numel() for p in model.parameters()),
+                "parameters": count,
                 "parameters in layers": sum(p.numel() for p in model.backbone.parameters()),
-                f"FLOPs of a request ({pairs} pairs, {measure_config.num_candidates} candidates)": count_flops(
-                    model, batch
+                f"FLOPs of a request ({pairs} pairs, {config.num_candidates} candidates)": request_flops(
+                    model, 0, history, config.num_candidates
                 ),
-                "KV cache, bytes per token (float32)": 2 * config.num_layers * config.num_heads * config.head_dim * 4,
+                "KV cache, bytes per token": kv_bytes,
+                "bytes of weights and 1,000 cached users": count * itemsize + 1000 * history * kv_bytes,
             }
         )
     return pd.DataFrame(rows)
-
-
-def latencies(
-    models: Mapping[str, RankingModel], interactions: Interactions, config: MeasureConfig, quiet: bool = False
-) -> pd.DataFrame:
-    """predict() of every model at every batch size and history length, in float32, each first checked against float64.
-
-    A point covers ids in, logits out: checks, layout, copies, layers. A point that fails its check has no time.
-    """
-    points = [(b, n, name) for b in config.batch_sizes for n in config.history_pairs for name in models]
-    rows = []
-    for batch_size, pairs, name in tqdm(points, desc="latency", disable=quiet, unit="point"):
-        model = models[name]
-        count = 4  # batches that take turns
-        chosen = [
-            requests_of_length(interactions, pairs, config.num_candidates, batch_size, skip=i * batch_size)
-            for i in range(count)
-        ]
-        batches = [make_batch(interactions, requests)[0] for requests in chosen]
-        tokens = batch_size * (len(model.config.context) + 2 * pairs + config.num_candidates)
-        columns: dict[str, Any] = {
-            "device": describe_device(model.device),
-            "backbone": name,
-            "backend": backend_of(model),
-            "dtype": "float32",
-            "mode": "eager",
-            "tier": "none",
-            "num_layers": model.config.num_layers,
-            "hidden_size": model.config.hidden_size,
-            "num_heads": model.config.num_heads,
-            "head_dim": model.config.head_dim,
-            "batch_size": batch_size,
-            "history_pairs": pairs,
-            "num_tokens": tokens,
-            "num_candidates": batch_size * config.num_candidates,
-        }
-        tested, expected = model.predict(batches[0]).cpu(), reference_of(model).predict(batches[0]).cpu()
-        columns["error"] = difference(tested, expected).relative
-        if not equal(tested, expected, torch.float32):
-            rows.append(row("wrong", reason="float32 logits differ from float64 by more than 1e-5", **columns))
-            continue
-        latency = measure_undisturbed(
-            model.predict,
-            [(batch,) for batch in batches],
-            device=model.device,
-            min_runs=config.min_runs,
-            max_runs=config.max_runs,
-            max_seconds=config.max_seconds,
-        )
-        rates = achieved(latency, ceilings(model.device, torch.float32), flops=count_flops(model, batches[0]))
-        rows.append(row("ok", latency=latency, **columns, **rates))
-    return to_frame(rows)
-
-
-def precision(
-    models: Mapping[str, RankingModel],
-    dtypes: Sequence[str],
-    interactions: Interactions,
-    requests: Requests,
-    tasks: Sequence[TaskConfig],
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What a dtype costs against the float64 reference on real requests.
-
-    Returns a row a model and dtype (relative error of the logits, Kendall tau and top-3 overlap of each user's order,
-    change of AUC; first task), and, with the same two columns, the differences of every layer and operation on the
-    first requests.
-    """
-    batch, _ = make_batch(interactions, requests.select(slice(0, 16)))
-    wanted = labels(interactions.action_ids[candidate_rows(interactions, requests)], tasks, interactions.action_values)
-    rows, operations = [], []
-    for model_name, model in models.items():
-        reference = reference_of(model)
-        expected = predict_requests(reference, interactions, requests)
-        for name in dtypes:
-            tested_model = in_dtype(model, getattr(torch, name))
-            tested = predict_requests(tested_model, interactions, requests)
-            order = ranking_difference(tested[:, 0], expected[:, 0], requests.end - requests.split)
-            columns = {"model": model_name, "dtype": name}
-            measured = {
-                "relative error of logits": difference(torch.from_numpy(tested), torch.from_numpy(expected)).relative,
-                "Kendall tau": order.kendall_tau,
-                "top-3 overlap": order.top_k_overlap,
-                "AUC change": auc_change(tested[:, 0], expected[:, 0], wanted[:, 0]),
-            }
-            rows.append(columns | measured)
-            operations.append(layer_differences(tested_model, reference, batch).assign(**columns))
-    return pd.DataFrame(rows), pd.concat(operations, ignore_index=True)
 
 
 def example_tokens(
@@ -200,19 +59,34 @@ def example_tokens(
     return tokens + [("candidate", f"item\n{interactions.item_keys[item]}?") for item in candidates]
 
 
+def largest(latency: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the largest batch with the longest history, with what a path is called."""
+    rows = latency[latency["batch_size"] == latency["batch_size"].max()]
+    rows = rows[rows["history_pairs"] == rows["history_pairs"].max()]
+    return rows.assign(path=rows["mode"] + ", tier " + rows["tier"])
+
+
+def tradeoffs(
+    models: Mapping[str, RankingModel], quality: pd.DataFrame, latency: pd.DataFrame, size: pd.DataFrame
+) -> pd.DataFrame:
+    """A row a model and path at the largest point, for ``plot_tradeoffs``: model, its layer, path, times, the first
+    task's AUC, memory in MB."""
+    auc = quality[(quality["task"] == quality["task"].iloc[0]) & (quality["metric"] == "AUC")].set_index("model")[
+        "value"
+    ]
+    memory = size.set_index("model")["bytes of weights and 1,000 cached users"] / 1e6
+    frame = largest(latency)[["backbone", "path", "p10_ms", "p50_ms", "p90_ms"]].rename(columns={"backbone": "model"})
+    frame.insert(1, "layer", frame["model"].map({name: model.config.backbone for name, model in models.items()}))
+    return frame.assign(AUC=frame["model"].map(auc), MB=frame["model"].map(memory))
+
+
 def summarise(quality: pd.DataFrame, latency: pd.DataFrame, size: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """One row a model (quality of the first task, latency of the largest point, size), and two sentences about it."""
+    """One row a model (quality of the first task, medians of the largest point, size), and sentences about it."""
     first = quality[quality["task"] == quality["task"].iloc[0]]
     table = first.pivot_table(index="model", columns="metric", values="value", sort=False)
-    timed = latency[
-        (latency["batch_size"] == latency["batch_size"].max())
-        & (latency["history_pairs"] == latency["history_pairs"].max())
-    ]
-    batch_size, pairs = timed["batch_size"].iloc[0], timed["history_pairs"].iloc[0]
-    ms = f"p50 ms ({batch_size} users, {pairs} pairs)"
-    times = timed.set_index("backbone")[["p10_ms", "p50_ms", "p90_ms"]].astype("Float64")
-    table = table.join(times["p50_ms"].rename(ms)).join(size.set_index("model")["parameters"].astype("Int64"))
-    models = list(size["model"])
+    timed = largest(latency)
+    p50 = timed.pivot(index="backbone", columns="path", values="p50_ms").astype("Float64").add_prefix("p50 ms, ")
+    models: list[str] = size["model"].tolist()
     plain = table.drop([*models, "random"])
     said = []
     for metric in ("AUC", "GAUC"):
@@ -229,18 +103,23 @@ def summarise(quality: pd.DataFrame, latency: pd.DataFrame, size: pd.DataFrame) 
     small = ": so small a set does not show what a sequence model is for" if beaten else ""
     task = first["task"].iloc[0]
     sentences = [f"On {task!r}, {'; '.join(said)}. The best plain model is {lead} ({plain['AUC'].max():.3f}){small}."]
-    spreads = {m: times.loc[m].to_numpy(dtype=float, na_value=np.nan).tolist() for m in models}
-    point = f"{batch_size} users and {pairs} pairs, without a cache, on {timed['device'].iloc[0]}"
-    return table, [*sentences, _compare_times(spreads, point)]
+    point = f"{timed['batch_size'].iloc[0]} users and {timed['history_pairs'].iloc[0]} pairs"
+    for path, where in (("none", "without a cache"), ("device", "with all but the newest pairs cached on the device")):
+        rows = timed[(timed["tier"] == path) & (timed["mode"] == "eager")]
+        sentences.append(_compare_times(rows, f"{point}, {where}, on {rows['device'].iloc[0]}"))
+    return table.join(p50).join(size.set_index("model").astype("Int64")), sentences
 
 
-def _compare_times(spreads: Mapping[str, Sequence[float]], point: str) -> str:
-    """Who is faster, where the spreads (p10, p50, p90, in ms) leave no doubt."""
-    if np.isnan(list(spreads.values())).any():
-        return "At least one model failed its numerical check at the largest point, so its latency is not compared."
-    fast, slow = min(spreads, key=lambda m: spreads[m][1]), max(spreads, key=lambda m: spreads[m][1])
-    parts = ", ".join(f"{m} in {p50:.1f} ms ({p10:.1f} to {p90:.1f})" for m, (p10, p50, p90) in spreads.items())
-    said = f"At {point}: {parts}"
-    if spreads[fast][2] >= spreads[slow][0]:
-        return f"{said}; the spreads overlap, so neither is called faster."
-    return f"{said}; {fast} is {spreads[slow][1] / spreads[fast][1]:.1f} times as fast as {slow}."
+def _compare_times(rows: pd.DataFrame, point: str) -> str:
+    """Who is faster, where the spreads leave no doubt; rows: one a backbone."""
+    parts, times = [], rows[rows["p50_ms"].notna()].set_index("backbone")[["p10_ms", "p50_ms", "p90_ms"]].astype(float)
+    parts += [f"{name} in {p50:.2f} ms ({p10:.2f} to {p90:.2f})" for name, (p10, p50, p90) in times.T.items()]
+    parts += [f"{row['backbone']} not ({row['status']})" for row in rows.to_dict("records") if row["status"] != "ok"]
+    said = f"At {point}: {', '.join(parts)}"
+    if len(times) < 2:
+        return f"{said}."
+    times = times.sort_values("p50_ms")
+    fast, slow = times.iloc[0], times.iloc[-1]
+    if fast["p90_ms"] >= slow["p10_ms"]:
+        return f"{said}; the spreads overlap, so none is called faster."
+    return f"{said}; {fast.name} is {slow['p50_ms'] / fast['p50_ms']:.1f} times as fast as {slow.name}."

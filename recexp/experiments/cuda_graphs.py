@@ -21,8 +21,8 @@ from tqdm.auto import tqdm
 from recexp.batch import TokenBatch
 from recexp.config import ExperimentConfig, GraphConfig
 from recexp.devices import describe_device
-from recexp.experiments.backbones import backend_of
 from recexp.experiments.compare import LIMITS, difference, trace, trace_differences
+from recexp.experiments.latency import backend_of
 from recexp.experiments.measure import measure
 from recexp.experiments.record import row, to_frame
 from recexp.graphs import GraphedModel, num_capture_pages

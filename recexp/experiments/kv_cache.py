@@ -19,8 +19,8 @@ from recexp.config import CacheConfig, ExperimentConfig
 from recexp.data.interactions import Interactions
 from recexp.data.requests import make_batch, replay
 from recexp.devices import describe_device
-from recexp.experiments.backbones import backend_of
 from recexp.experiments.compare import LIMITS
+from recexp.experiments.latency import backend_of
 from recexp.experiments.measure import Latency, measure
 from recexp.experiments.record import row, to_frame
 from recexp.experiments.run import data_of

@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
+from recexp.layers import Attention
+from recexp.model import RankingModel
 
 BLOCK = 25  # calls queued before waiting: few enough to keep to the time limit, many enough to hide the waiting
 
@@ -140,3 +144,18 @@ def achieved(latency: Latency, ceiling: Ceilings, *, flops: float = 0, num_bytes
     rates = {"tflops": flops / latency.p50_ms / 1e9, "gbps": num_bytes / latency.p50_ms / 1e6}
     rates |= {f"{name}_share": rate / getattr(ceiling, name) for name, rate in rates.items()}
     return {name: rate for name, rate in rates.items() if rate}
+
+
+def request_flops(model: RankingModel, cached: int, new: int, candidates: int) -> int:
+    """FLOPs that one user's request asks of layers and head: linear layers, and attention to what is visible (nothing
+    masked or padded). cached, new: history tokens. Of a layer without ``Attention`` only the linear parts count."""
+    config = model.config
+    visible = new * cached + new * (new + 1) // 2 + candidates * (cached + new + 1)
+    attention = sum(
+        4 * visible * config.num_heads * config.head_dim for m in model.modules() if isinstance(m, Attention)
+    )
+
+    def linear(part: nn.Module, rows: int) -> int:
+        return sum(2 * rows * m.weight.numel() for m in part.modules() if isinstance(m, nn.Linear))
+
+    return attention + linear(model.backbone, new + candidates) + linear(model.head, candidates)

@@ -15,7 +15,8 @@ from recexp.data.baselines import baseline_scores
 from recexp.data.interactions import Interactions
 from recexp.data.metrics import ranking_metrics
 from recexp.data.requests import Splits, candidate_rows, labels
-from recexp.experiments.plots import Plot, plot_quality
+from recexp.experiments.backbone_figures import plot_quality
+from recexp.experiments.plots import Plot
 from recexp.experiments.record import start_run, to_frame
 from recexp.experiments.run import check_data, data_of, load_experiment
 from recexp.model import RankingModel

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import nbformat
+
 from recexp import devices
 from recexp.config import DataConfig, ExperimentConfig, load_config
 from recexp.data import load_interactions, make_splits
@@ -12,11 +14,15 @@ from recexp.data.interactions import Interactions
 from recexp.data.requests import Splits
 from recexp.experiments.record import start_run
 from recexp.experiments.report import execute
+from recexp.layers import backbones
 from recexp.model import check_names
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """The experiment at ``path``; ValueError for any other kind, unknown names and an absent device."""
+    """The experiment at ``path``; ValueError for any other kind, unknown names and an absent device.
+
+    A backbone that nobody registered may be one of the notebook's own: its cells tagged "backbone" are run first.
+    """
     config = load_config(path, overrides)
     if not isinstance(config, ExperimentConfig):
         raise ValueError(
@@ -24,6 +30,10 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
             "configs/experiments/compare_backbones.yaml"
         )
     devices.resolve(config.device)
+    if any(model.backbone not in backbones for model in config.models.values()):
+        for cell in nbformat.read(find_above(Path(path).parent, config.notebook), as_version=4).cells:
+            if "backbone" in cell.metadata.get("tags", []):
+                exec(cell.source, {"__name__": config.notebook.stem})
     for model in config.models.values():
         check_names(model)
     return config

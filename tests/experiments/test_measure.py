@@ -3,9 +3,21 @@ import time
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from recexp import RankingModel, SequenceBatch
+from recexp.config import ModelConfig
 from recexp.experiments import measure as measuring
-from recexp.experiments.measure import Ceilings, Latency, achieved, ceilings, measure, measure_undisturbed
+from recexp.experiments.measure import (
+    Ceilings,
+    Latency,
+    achieved,
+    ceilings,
+    measure,
+    measure_undisturbed,
+    request_flops,
+)
 
 
 def test_measures_what_a_call_takes() -> None:
@@ -76,6 +88,20 @@ def test_achieved_rates_and_shares() -> None:
     rates = achieved(latency, Ceilings(tflops=4.0, gbps=100.0), flops=2e9, num_bytes=1e8)
     assert rates == pytest.approx({"tflops": 1.0, "tflops_share": 0.25, "gbps": 50.0, "gbps_share": 0.5})
     assert achieved(latency, Ceilings(4.0, 100.0), num_bytes=1e8).keys() == {"gbps", "gbps_share"}
+
+
+@pytest.mark.parametrize(("backbone", "outputs"), [("hstu", 5 * 64), ("transformer", 4 * 64 + 2 * 32)])
+def test_flops_of_a_request_by_hand(backbone: str, outputs: int) -> None:
+    """A layer of width D = Hd: projections 2·T·D·outputs, attention 4·D a visible pair; head 2·c·(D·64 + 64·t)."""
+    config = ModelConfig(backbone=backbone, num_items=9, num_layers=1, ffn_size=32, max_history_pairs=8)
+    model = RankingModel(config)
+    visible = 2 * 12 + (1 + 2) + 3 * (14 + 1)  # two new tokens behind 12 cached ones, three candidates
+    expected = 2 * 5 * 64 * outputs + 4 * 64 * visible + 2 * 3 * (64 * 64 + 64 * 2)
+    assert request_flops(model, 12, 2, 3) == expected
+    batch = SequenceBatch.from_lists([0], [[]], [[]], [[5]])  # one token: nothing is masked, so PyTorch counts the same
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.predict(batch)
+    assert request_flops(model, 0, 0, 1) == counter.get_total_flops()
 
 
 @pytest.mark.gpu

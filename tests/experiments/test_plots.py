@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from recexp.experiments.backbone_figures import plot_data, plot_quality, plot_sizes
 from recexp.experiments.measure import Latency
-from recexp.experiments.plots import Plot, plot_data, plot_error_heatmap, plot_latency, plot_quality, plot_sizes
+from recexp.experiments.plots import Plot, plot_error_heatmap, plot_latency
 from recexp.experiments.record import row, to_frame
 
 PLACE = {"device": "H200", "mode": "eager", "tier": "host", "dtype": "bfloat16"}
@@ -33,7 +34,7 @@ def test_latency_shows_medians_spread_and_where_it_was_measured() -> None:
     figure = plot_latency(to_frame(points()), "batch_size", "Latency of a call")
     text = texts(figure)
     axes = figure.axes[0]
-    assert axes.get_title().startswith("Latency of a call\nH200, bfloat16, eager, tier host, 41 to 104 runs")
+    assert figure.get_suptitle().startswith("Latency of a call\nH200, bfloat16, eager, tier host, 41 to 104 runs")
     assert axes.get_ylabel() == "latency, ms (median, p10 to p90)"
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert [entry.get_text() for entry in axes.get_legend().get_texts()] == ["hstu", "transformer"]
