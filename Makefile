@@ -82,7 +82,7 @@ endif
 	    cpu) sed -n '/^triton==/p' constraints.txt >> $(PINS);; \
 	esac
 	@echo "[3/4] Installing recexp and what it needs"
-	@$(PIP) install -qq -c $(PINS) --no-build-isolation --config-settings editable_mode=compat -e '.[$(ACCEL),lab,serving,dev]'
+	@$(PIP) install -qq -c $(PINS) --no-build-isolation --config-settings editable_mode=compat -e '.[$(ACCEL),lab,cluster,serving,dev]'
 	@echo "[4/4] Binding the notebooks' kernel to $(VENV)"
 	@$(PY) -m ipykernel install --sys-prefix >/dev/null
 	@rm -f $(VENV)/.installing

@@ -92,11 +92,34 @@ def fetch(
 
 
 @app.command()
-def run(config: Path, overrides: Overrides = [], results: Results = Path("results"), quiet: Quiet = False) -> None:  # noqa: B006
-    """Execute an experiment's notebook into RESULTS/<experiment>/<run>/ and make its report."""
-    from recexp.experiments.run import run_experiment
+def run(
+    config: Path,
+    overrides: Overrides = [],  # noqa: B006
+    results: Results = Path("results"),
+    quiet: Quiet = False,
+    engine: Annotated[str, typer.Option(help="Of the sweep: processes or ray (--set sweep.engine=…).")] = "",
+    resume: Annotated[Path | None, typer.Option(help="A stopped run, <run>.partial, to go on with.")] = None,
+    plan: Annotated[
+        bool, typer.Option("--dry-run", help="Print the sweep's points and refusals; run nothing.")
+    ] = False,
+    assume: Annotated[str, typer.Option(help="With --dry-run: an SM, such as sm100, in place of this machine.")] = "",
+) -> None:
+    """Execute an experiment's sweep and notebook into RESULTS/<experiment>/<run>/ and make its report."""
+    from recexp.experiments.run import dry_run, run_experiment
 
-    run_experiment(config, overrides, results, quiet)
+    overrides = [*overrides, *([f"sweep.engine={engine}"] if engine else [])]
+    if plan or assume:
+        dry_run(config, overrides, results, assume)
+    else:
+        run_experiment(config, overrides, results, quiet, resume)
+
+
+@app.command()
+def rerun(saved: Path, results: Results = Path("results"), quiet: Quiet = False) -> None:
+    """Repeat a saved run from its own configuration; says what changed in the environment since."""
+    from recexp.experiments.run import rerun as run_again
+
+    run_again(saved, results, quiet)
 
 
 @app.command()

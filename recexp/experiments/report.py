@@ -36,16 +36,21 @@ class ThisPython(AsyncKernelManager):
         return KernelSpec(**get_kernel_dict())
 
 
-def execute(notebook: Path | str, parameters: Mapping[str, Any], run_dir: Path | str, quiet: bool = False) -> Path:
-    """Run the notebook with these parameters; writes <run_dir>/notebook.ipynb, then report.html, whose path it returns.
-
-    ValueError for a parameter that the notebook's cell tagged "parameters" does not set. NotebookError with the cell
-    and its error when one fails; the notebook as far as it came then lies in run_dir, and no report.
-    """
+def check_parameters(notebook: Path | str, parameters: Mapping[str, Any]) -> None:
+    """ValueError for a parameter that the notebook's cell tagged "parameters" does not set."""
     known = list(papermill.inspect_notebook(str(notebook)))
     for name in parameters:
         if name not in known:
             raise ValueError(f"{Path(notebook).name} has no parameter {name!r}; {nearest(name, known)}")
+
+
+def execute(notebook: Path | str, parameters: Mapping[str, Any], run_dir: Path | str, quiet: bool = False) -> Path:
+    """Run the notebook with these parameters; writes <run_dir>/notebook.ipynb, then report.html, whose path it returns.
+
+    ValueError as of check_parameters. NotebookError with the cell and its error when one fails; the notebook as far as
+    it came then lies in run_dir, and no report.
+    """
+    check_parameters(notebook, parameters)
     executed = Path(run_dir) / "notebook.ipynb"
     try:
         papermill.execute_notebook(

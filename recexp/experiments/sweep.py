@@ -105,7 +105,8 @@ def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataF
     kind, found = kind_of(sweep), expand(sweep)
     for values in found:
         validate(kind.config, values, f"sweep.point {sweep.point}: {label(sweep, values)}")
-    done = read_journal(folder / "points.jsonl")
+    path = folder / "points.jsonl"
+    done = read_journal(path)
     left = deque(values for values in found if key_of(values) not in done)
     bar = tqdm(total=len(found), initial=len(found) - len(left), desc=sweep.point, disable=quiet, smoothing=0.1)
     if not left:
@@ -113,10 +114,11 @@ def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataF
     engine: Any = ray_workers if sweep.engine == "ray" else process_workers
     with (
         bar,
-        (folder / "points.jsonl").open("a") as journal,
+        path.open("a") as journal,
         engine(sweep, pack(kind, sweep.modules)) as workers,
         ThreadPoolExecutor(len(workers)) as threads,
     ):
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         stopped = threading.Event()
 
         def serve(worker: Any) -> None:
@@ -141,15 +143,16 @@ def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataF
             stopped.set()
             for worker in workers:
                 worker.close()
-    return _rows(found, read_journal(folder / "points.jsonl"))
+    return _rows(found, read_journal(path))
 
 
-def plan(sweep: SweepConfig, where: torch.device | devices.DeviceProfile) -> pd.DataFrame:
-    """What run_sweep would do: per point what varies, and why a device, or an assumed one, refuses it ("" if not)."""
+def plan(sweep: SweepConfig, where: torch.device | devices.DeviceProfile | None) -> pd.DataFrame:
+    """What run_sweep would do: per point what varies, and why a device, or an assumed one, refuses it ("" if not, or if
+    there is none to ask)."""
     kind, planned = kind_of(sweep), []
     for values in expand(sweep):
         point = validate(kind.config, values, f"sweep.point {sweep.point}: {label(sweep, values)}")
-        planned.append({**varying(sweep, values), "refused": kind.refuses(point, where) or ""})
+        planned.append({**varying(sweep, values), "refused": kind.refuses(point, where) or "" if where else ""})
     return pd.DataFrame(planned)
 
 
@@ -169,12 +172,9 @@ def label(sweep: SweepConfig, values: dict[str, Any]) -> str:
 
 
 def read_journal(path: Path) -> dict[str, dict[str, Any]]:
-    """Entries of a points.jsonl by ``key_of`` their points; a last line that was cut off is taken out of the file."""
-    if not path.exists():
-        return {}
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    return {key_of(entry["point"]): entry for entry in entries}
+    """Entries of a points.jsonl (point, seconds, row) by ``key_of`` their points, without a last line cut off."""
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return {key_of(entry["point"]): entry for entry in map(json.loads, whole.splitlines())}
 
 
 def _rows(found: list[dict[str, Any]], done: dict[str, dict[str, Any]]) -> pd.DataFrame:

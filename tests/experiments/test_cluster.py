@@ -1,0 +1,58 @@
+"""Ray as the engine of a sweep, on two pretended devices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from recexp.config import SweepConfig
+from recexp.config.base import Strict
+from recexp.experiments.record import row
+from recexp.experiments.sweep import register_point, run_sweep
+
+pytest.importorskip("ray", reason="needs Ray: the extra cluster")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Task(Strict):
+    page_size: int
+    fate: str = "good"
+
+
+@register_point("task", config=Task)
+def work(point: Task, device: torch.device) -> dict[str, Any]:
+    if point.fate == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60 if point.fate == "hang" else 0.3)
+    return row("ok", device=str(device), page_size=point.page_size)
+
+
+def test_crash_and_hang_cost_only_themselves_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECEXP_CACHE", str(tmp_path / "cache"))
+    fates = ["good", "crash", "hang", *["good"] * 7]
+    sweep = SweepConfig(
+        point="task",
+        zipped=[{"page_size": list(range(1, 11)), "fate": fates}],
+        engine="ray",
+        devices=["cpu:0", "cpu:1"],
+        seconds_per_point=2,
+    )
+    rows = run_sweep(sweep, tmp_path, quiet=True)
+    assert list(rows["page_size"]) == list(range(1, 11))
+    assert list(rows["status"]) == ["ok", "failed", "timed out", *["ok"] * 7]
+    assert list(rows["reason"].dropna()) == ["its process died: SIGKILL(-9)", "no answer within 2 s"]
+    assert set(rows["device_id"]) == {"cpu:0", "cpu:1"}
+
+
+def test_ray_gives_devices_out_itself(tmp_path: Path) -> None:
+    sweep = SweepConfig(point="task", base={"page_size": 1}, engine="ray", devices=["cuda:1"])
+    with pytest.raises(ValueError, match=r"\['cuda:1'\]: Ray gives devices out; use auto and CUDA_VISIBLE_DEVICES"):
+        run_sweep(sweep, tmp_path, quiet=True)
