@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
+import yaml
 
-from recexp import __version__, cli
+from recexp import __version__, cli, load_config
+from recexp.experiments.record import start_run, to_frame
+from recexp.experiments.workers import hold
 
 ROOT = Path(__file__).parents[1]
 QUICK = ROOT / "configs/experiments/compare_backbones_quick.yaml"
@@ -66,6 +73,10 @@ def test_list_and_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (["run", str(QUICK), "--set", "models={random: {num_items: 60}}"], "models.random"),
         (["run", str(QUICK), "--results", str(QUICK)], "is a file; name a folder"),
         (["data", "fetch", "ml-1m"], "data set 'ml-1m' cannot be fetched"),
+        (["run", str(QUICK), "--dry-run"], "has no sweep"),
+        (["run", str(QUICK), "--engine", "ray"], "sweep.point"),
+        (["run", str(QUICK), "--resume", "none.partial"], "no configuration file none.partial/config.yaml"),
+        (["rerun", "none"], "none is not a whole run"),
         (["seeds", str(QUICK), "--set", "data.dataset=movielens"], "needs folder"),
     ],
 )
@@ -86,15 +97,91 @@ def test_unknown_option_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(monkeypatch, "run", "--sett") == 2
 
 
+PARAMETERS = 'config = ""\nrun_dir = ""\nquiet = True'
+
+
+def write_story(folder: Path, cell: str, parameters: str = PARAMETERS) -> Path:
+    """An experiment whose notebook is one cell; returns its configuration."""
+    cells = [nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})]
+    cells.append(nbformat.v4.new_code_cell(cell))
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), folder / "story.ipynb")
+    values = {"kind": "experiment", "name": "story", "notebook": "story.ipynb", "models": {"m": {"num_items": 5}}}
+    (folder / "story.yaml").write_text(yaml.safe_dump(values))
+    return folder / "story.yaml"
+
+
 def test_a_failed_run_is_exit_code_1_and_leaves_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cells = [nbformat.v4.new_code_cell('config = ""\nrun_dir = ""\nquiet = True', metadata={"tags": ["parameters"]})]
-    cells.append(nbformat.v4.new_code_cell("1 / 0"))
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "broken.ipynb")
+    config = write_story(tmp_path, "1 / 0")
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, "run", str(QUICK), "--set", "notebook=broken.ipynb", "--quiet") == 1
+    assert call(monkeypatch, "run", str(config), "--quiet") == 1
     err = capsys.readouterr().err
     assert "cell [3]" in err and "ZeroDivisionError" in err
-    assert [p.suffix for p in (tmp_path / "results/compare_backbones").iterdir()] == [".partial"]
+    assert [p.suffix for p in (tmp_path / "results/story").iterdir()] == [".partial"]
+
+
+def test_a_notebook_that_cannot_be_told_its_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_story(tmp_path, "1", parameters='config = ""\nrundir = ""')
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "run", str(config)) == 2
+    assert "no parameter 'run_dir'; did you mean 'rundir'" in capsys.readouterr().err
+    assert not Path("results").exists()
+
+
+def test_a_run_holds_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_story(tmp_path, "1 / 0")
+    monkeypatch.setenv("RECEXP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RECEXP_WAIT", "0.1")
+    with hold("cpu"):
+        assert call(monkeypatch, "run", str(config), "--set", "device=cpu", "--results", str(tmp_path / "runs")) == 1
+    assert f"cpu is held by process {os.getpid()} after 0.1 s" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_rerun_repeats_a_run_and_says_what_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(write_story(tmp_path, "print(7 * 191)"), ["device=cpu"])
+    monkeypatch.chdir(tmp_path)
+    run = start_run("story", config, "old", quiet=True)
+    run.save(to_frame([]))
+    saved = run.finish()
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest["environment"]["versions"]["torch"] = "1.0"
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    capsys.readouterr()
+    assert call(monkeypatch, "rerun", str(saved), "--quiet") == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["before", "now"]
+    assert table[1].split() == ["versions.torch", "1.0", version("torch")]
+    (again,) = (tmp_path / "results/story").iterdir()
+    assert (again / "config.yaml").read_text() == (saved / "config.yaml").read_text()
+    assert "1337" in (again / "report.html").read_text()
+
+
+def test_dry_run_for_an_assumed_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CUDA configuration, on any machine: FBGEMM's pages on a B200 are of 128 tokens."""
+    monkeypatch.chdir(tmp_path)
+    grid = "sweep.grid={backend: [fbgemm, triton], page_size: [64, 128]}"
+    sweep = ["--set", "sweep.point=page_size", "--set", grid, "--set", "sweep.base.cached_tokens=100"]
+    sweep += ["--set", "sweep.devices=[cuda:0, cuda:1]", "--set", "sweep.seconds_per_point=50"]
+    arguments = ["run", str(write_story(tmp_path, "")), "--set", "device=cuda:0", *sweep, "--dry-run"]
+    (tmp_path / "results/story/1").mkdir(parents=True)
+    entry = {"point": {}, "seconds": 20.0, "row": {}}
+    (tmp_path / "results/story/1/points.jsonl").write_text(json.dumps(entry) + "\n")
+    assert call(monkeypatch, *arguments, "--assume", "sm100") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split(maxsplit=3)[1:] == ["fbgemm", "64", "page_size 64 is not (128,)"]
+    assert [line.split()[1:] for line in lines[2:5]] == [["fbgemm", "128"], ["triton", "64"], ["triton", "128"]]
+    assert lines[5] == "4 points, 1 refused by sm100; 2 at a time"
+    assert lines[6] == "time: about 0:00:30 as in results/story/1/points.jsonl, at most 0:01:15"
+    assert call(monkeypatch, *arguments) == 0
+    assert "4 points, 0 refused" in capsys.readouterr().out or torch.cuda.is_available()
