@@ -9,10 +9,15 @@ from typing import Annotated
 import typer
 
 from recexp import __version__
+from recexp.export.cli import checkpoint_app, export
+from recexp.serving.cli import app as serving_app
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Inference experiments on generative recommenders.")
 data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
+app.command()(export)
+app.add_typer(serving_app, name="serving")
 
 Overrides = Annotated[
     list[str], typer.Option("--set", help="Override a value: --set models.hstu.num_layers=4", metavar="A.B=C")
@@ -120,6 +125,19 @@ def rerun(saved: Path, results: Results = Path("results"), quiet: Quiet = False)
     from recexp.experiments.run import rerun as run_again
 
     run_again(saved, results, quiet)
+
+
+@app.command()
+def diff(
+    run_a: Path,
+    run_b: Path,
+    out: Annotated[Path | None, typer.Option(help="Folder for table and figure; unless given, beside RUN_B.")] = None,
+) -> None:
+    """Compare two saved runs of an experiment, point by point. Exit code 1 for a regression of RUN_B beyond noise."""
+    from recexp.experiments.diff import diff as compare
+
+    if not compare(run_a, run_b, out):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -68,7 +68,7 @@ def table(frame: pd.DataFrame) -> Styler:
     shared = [name for name in shown if len(shown) > 1 and shown[name].nunique(dropna=False) == 1]
     styled = shown.drop(columns=shared).style.hide(axis="index")
     styled.format(lambda value: f"{value:,.4g}" if isinstance(value, float) else f"{value}", na_rep="â€“")
-    return styled.set_caption(_label(dict(shown[shared].iloc[0])) if shared else "")
+    return styled.set_caption(in_words(dict(shown[shared].iloc[0])) if shared else "")
 
 
 @style
@@ -91,12 +91,12 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency", panels: bo
         axes.set(xlabel=x.replace("_", " "), ylabel="latency, ms (median, p10 to p90)")
         if len(parts) > 1:
             own = {name: value for name, value in _fixed(part, x).items() if name not in fixed}
-            axes.set_title(textwrap.fill(_label(own), 60))
+            axes.set_title(textwrap.fill(in_words(own), 60))
     for axes in figure.axes[len(parts) :]:
         axes.set_axis_off()
     counts = " to ".join(str(n) for n in sorted({frame["count"].min(), frame["count"].max()} - {pd.NA}))
     runs = f"{counts} runs a point" if counts else "nothing was timed"
-    figure.suptitle(f"{title}\n{_label(fixed)}, {runs}", wrap=True)
+    figure.suptitle(f"{title}\n{in_words(fixed)}, {runs}", wrap=True)
     return figure
 
 
@@ -115,7 +115,7 @@ def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Sequence[str])
     for i, (key, group) in enumerate(groups):
         alone = varying == ["backbone"]  # a backbone has the same colour in every panel
         at_colour = order.index(key[0]) if alone else i
-        name, colour = _label(dict(zip(varying, key, strict=True))), PALETTE[at_colour % len(PALETTE)]
+        name, colour = in_words(dict(zip(varying, key, strict=True))), PALETTE[at_colour % len(PALETTE)]
         timed, lost = group[group["p50_ms"].notna()], group[group["p50_ms"].isna()]
         at, p10, p50, p90 = (floats(timed[column]) for column in (x, "p10_ms", "p50_ms", "p90_ms"))
         if len(timed):
@@ -159,7 +159,7 @@ def plot_error_heatmap(frame: pd.DataFrame, title: str = "Relative difference, â
     return figure
 
 
-def _label(values: Mapping[str, object]) -> str:
+def in_words(values: Mapping[str, object]) -> str:
     """`hstu, cpu, tier device, batch size 8`: numbers and tiers say what they are, other names speak for themselves."""
     bare = ("device", "backbone", "backend", "dtype", "mode")
     parts = {name: "?" if pd.isna(value) else str(value) for name, value in values.items()}  # type: ignore[call-overload]

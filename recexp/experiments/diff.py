@@ -1,0 +1,111 @@
+"""Two saved runs of one experiment, point by point: another card, another commit.
+
+On one device a point is judged by its time, between devices by its share of the ceiling that its own run measured:
+``change`` is how many times slower that makes it. Its noise is what p10 to p90 of both runs leave open.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from recexp.experiments.plots import PALETTE, Plot, in_words, note, plain, style
+from recexp.experiments.record import SHAPES, SavedRun, load_run
+
+KEYS = ("backbone", "backend", "dtype", "mode", "tier", *SHAPES)
+SHOWN = ("status", "reason", "device", "p10_ms", "p50_ms", "p90_ms", "share", "error")
+FAULTS = ("slower", "lost")
+COLOURS = {"slower": PALETTE[1], "lost": PALETTE[1], "faster": PALETTE[2], "within noise": "#888888"}
+LEAST = 1.03  # times slower: within it two blocks of one warm-up count as equal (recexp.experiments.measure)
+
+
+def compare_runs(a: SavedRun, b: SavedRun) -> pd.DataFrame:
+    """A row a point of either run: what names it, SHOWN of both (_a, _b), change with change_low and change_high, and
+    verdict: "slower" and "faster" (beyond noise and 3%), "within noise", "lost" (timed in a and not in b, unless
+    another device refuses it), "only in a", "only in b", "" where there is nothing to compare.
+
+    Backends tell points apart only where a run has several for one. ValueError for runs of different experiments.
+    """
+    names = [run.manifest["experiment"] for run in (a, b)]
+    if names[0] != names[1]:
+        raise ValueError(f"{a.path} is a run of {names[0]}, {b.path} of {names[1]}: compare runs of one experiment")
+    frames = [run.measurements.assign(share=_share(run.measurements)) for run in (a, b)]
+    keys = [key for key in KEYS if all(key in frame for frame in frames)]
+    plain = [key for key in keys if key != "backend"]
+    if not any(frame.duplicated(plain).any() for frame in frames):
+        keys = plain
+    numbered = [f.assign(repeat=f.groupby(keys, dropna=False).cumcount())[[*keys, "repeat", *SHOWN]] for f in frames]
+    found = numbered[0].merge(
+        numbered[1], "outer", [*keys, "repeat"], suffixes=("_a", "_b"), indicator="where", sort=False
+    )
+    elsewhere = (found["device_a"] != found["device_b"]).fillna(True)
+    slower = found["p50_ms_b"] / found["p50_ms_a"]
+    found["change"] = slower.where(~elsewhere, found["share_a"] / found["share_b"]).astype(float)
+    found["change_low"] = found["change"] * (found["p10_ms_b"] / found["p90_ms_a"] / slower).astype(float)
+    found["change_high"] = found["change"] * (found["p90_ms_b"] / found["p10_ms_a"] / slower).astype(float)
+    lost = (found["status_a"] == "ok") & (found["status_b"] != "ok") & ~((found["status_b"] == "refused") & elsewhere)
+    rules = {
+        "only in a": found["where"] == "left_only",
+        "only in b": found["where"] == "right_only",
+        "lost": lost,
+        "slower": (found["change_low"] > 1) & (found["change"] > LEAST),
+        "faster": (found["change_high"] < 1) & (found["change"] < 1 / LEAST),
+        "within noise": found["change"].notna(),
+    }
+    conditions = [rule.fillna(False).to_numpy(bool) for rule in rules.values()]
+    found["verdict"] = np.select(conditions, list(rules), default="")
+    return found.drop(columns=["where", *(["repeat"] if not found["repeat"].any() else [])])
+
+
+def _share(frame: pd.DataFrame) -> pd.Series:
+    """The larger share of a ceiling: of what bounds the point, if anything of the two does."""
+    return frame.reindex(columns=["tflops_share", "gbps_share"]).astype(float).max(axis=1)
+
+
+@style
+def plot_diff(found: pd.DataFrame, title: str) -> Plot:
+    """Change against the time in a, with its noise; the points farthest from 1 are named."""
+    figure = Plot(9, 5)
+    axes = figure.subplots()
+    timed = found[found["change"].notna()]
+    keys = [key for key in KEYS if key in timed and timed[key].nunique(dropna=False) > 1]
+    for verdict, rows in timed.groupby("verdict"):
+        noise = [rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]]
+        text, ms = f"{verdict}: {len(rows)} points", rows["p50_ms_a"].astype(float)
+        axes.errorbar(ms, rows["change"], noise, fmt="o", color=COLOURS[str(verdict)], label=text)
+    far = timed[timed["verdict"].isin(["slower", "faster"])]
+    for row in far.loc[np.log(far["change"]).abs().nlargest(6).index].to_dict("records"):
+        name = in_words({key: row[key] for key in keys if pd.notna(row[key])})
+        note(axes, f"{row['change']:.3g}: {name}", (row["p50_ms_a"], row["change"]), (6, 0), ha="left", va="center")
+    axes.axhline(1, color="black", linewidth=0.8)
+    if len(timed):
+        axes.set_xscale("log")
+        plain(axes.xaxis)
+        axes.legend()
+    axes.set(xlabel="median in a, ms", ylabel="times slower in b (medians; noise: p10 to p90 of both)")
+    figure.suptitle(title, wrap=True)
+    return figure
+
+
+def diff(run_a: Path, run_b: Path, out: Path | None = None) -> bool:
+    """Compare, print, and write diff.csv and diff.png and .svg to out (unless given: beside run_b). Returns whether b
+    has no regression beyond noise. ValueError for what is no whole run or of another experiment."""
+    a, b = load_run(run_a), load_run(run_b)
+    found = compare_runs(a, b)
+    names = [f"{run.path.name} ({run.manifest['environment']['git_revision'] or '?'!s:.8})" for run in (a, b)]
+    device = [", ".join(found[column].dropna().unique()) for column in ("device_a", "device_b")]
+    by = "times" if device[0] == device[1] else "shares of each run's own ceilings"
+    title = f"{a.manifest['experiment']}, by {by}\na: {names[0]}, {device[0]}\nb: {names[1]}, {device[1]}"
+    out = out or b.path.parent / f"diff_{a.path.name}_{b.path.name}"
+    out.mkdir(parents=True, exist_ok=True)
+    found.to_csv(out / "diff.csv", index=False)
+    figure = plot_diff(found, title)
+    for kind in ("png", "svg"):
+        figure.savefig(out / f"diff.{kind}", dpi=150)
+    told = found[~found["verdict"].isin(["", "within noise"])]
+    told = told.loc[told["change"].sort_values(ascending=False).index].drop(columns=["share_a", "share_b"])
+    print(title, *([told.dropna(axis=1, how="all").to_string(index=False)] if len(told) else []), sep="\n")
+    print(", ".join(f"{n} {v or 'not compared'}" for v, n in found["verdict"].value_counts().items()) + f"; see {out}")
+    return not found["verdict"].isin(FAULTS).any()
