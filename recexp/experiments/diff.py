@@ -66,24 +66,25 @@ def _share(frame: pd.DataFrame) -> pd.Series:
 
 @style
 def plot_diff(found: pd.DataFrame, title: str) -> Plot:
-    """Change against the time in a, with its noise; the points farthest from 1 are named."""
-    figure = Plot(9, 5)
+    """Change against the time in a, with its noise; the twelve points farthest from 1, beyond noise, are named."""
+    figure = Plot(11, 5)
     axes = figure.subplots()
     timed = found[found["change"].notna()]
     keys = [key for key in KEYS if key in timed and timed[key].nunique(dropna=False) > 1]
     for verdict, rows in timed.groupby("verdict"):
         noise = [rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]]
         text, ms = f"{verdict}: {len(rows)} points", rows["p50_ms_a"].astype(float)
-        axes.errorbar(ms, rows["change"], noise, fmt="o", color=COLOURS[str(verdict)], label=text)
+        axes.errorbar(ms, rows["change"], noise, fmt="o", elinewidth=1, color=COLOURS[str(verdict)], label=text)
     far = timed[timed["verdict"].isin(["slower", "faster"])]
-    for row in far.loc[np.log(far["change"]).abs().nlargest(6).index].to_dict("records"):
-        name = in_words({key: row[key] for key in keys if pd.notna(row[key])})
-        note(axes, f"{row['change']:.3g}: {name}", (row["p50_ms_a"], row["change"]), (6, 0), ha="left", va="center")
+    far, names = far.loc[np.log(far["change"]).abs().nlargest(12).index], []
+    for i, row in enumerate(far.to_dict("records"), 1):
+        names.append(f"{i}: {row['change']:.3g}, {in_words({key: row[key] for key in keys if pd.notna(row[key])})}")
+        note(axes, str(i), (row["p50_ms_a"], row["change"]), (6, 0), ha="left", va="center")
     axes.axhline(1, color="black", linewidth=0.8)
     if len(timed):
         axes.set_xscale("log")
         plain(axes.xaxis)
-        axes.legend()
+        figure.legend(loc="outside right upper", title="\n".join(names), alignment="left")
     axes.set(xlabel="median in a, ms", ylabel="times slower in b (medians; noise: p10 to p90 of both)")
     figure.suptitle(title, wrap=True)
     return figure
@@ -104,8 +105,8 @@ def diff(run_a: Path, run_b: Path, out: Path | None = None) -> bool:
     figure = plot_diff(found, title)
     for kind in ("png", "svg"):
         figure.savefig(out / f"diff.{kind}", dpi=150)
-    told = found[~found["verdict"].isin(["", "within noise"])]
-    told = told.loc[told["change"].sort_values(ascending=False).index].drop(columns=["share_a", "share_b"])
-    print(title, *([told.dropna(axis=1, how="all").to_string(index=False)] if len(told) else []), sep="\n")
+    told = found[~found["verdict"].isin(["", "within noise"])].sort_values("change", ascending=False)
+    told = told.loc[:, ~told.columns.str.contains("p10|p90|device|status_a|reason_a|error")].dropna(axis=1, how="all")
+    print(title, *([told.to_string(index=False)] if len(told) else []), sep="\n")
     print(", ".join(f"{n} {v or 'not compared'}" for v, n in found["verdict"].value_counts().items()) + f"; see {out}")
     return not found["verdict"].isin(FAULTS).any()

@@ -106,15 +106,10 @@ def test_runs_of_other_experiments_are_refused(tmp_path: Path) -> None:
 def test_the_figure_names_the_farthest_points(tmp_path: Path) -> None:
     a = saved(tmp_path, *(timed(n, 1, 1, 1) for n in range(1, 5)))
     figure = plot_diff(compare_runs(a, saved(tmp_path, *(timed(n, n, n, n) for n in range(1, 5)))), "title")
-    assert [text.get_text() for text in figure.axes[0].texts] == [
-        "4: batch size 4",
-        "3: batch size 3",
-        "2: batch size 2",
-    ]
-    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == [
-        "slower: 3 points",
-        "within noise: 1 points",
-    ]
+    (legend,) = figure.legends
+    assert legend.get_title().get_text() == "1: 4, batch size 4\n2: 3, batch size 3\n3: 2, batch size 2"
+    assert [text.get_position()[0] for text in figure.axes[0].texts] == [6.0] * 3  # numbers beside their points
+    assert [t.get_text() for t in legend.get_texts()] == ["slower: 3 points", "within noise: 1 points"]
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
