@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import kendalltau
-from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}  # largest relative difference between equal paths of one dtype
+Trace = dict[tuple[str, str], Tensor]  # what each (layer, operation) gave
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Difference:
     worst_reference: float
 
 
-def difference(a: torch.Tensor, r: torch.Tensor, atol: float = 1e-8, rtol: float = 1e-5) -> Difference:
+def difference(a: Tensor, r: Tensor, atol: float = 1e-8, rtol: float = 1e-5) -> Difference:
     """Compare a (tested) with r (reference), any dtypes and devices, in float64; an element is outside when
     |a - r| > atol + rtol |r|. ValueError when the shapes differ."""
     if a.shape != r.shape:
@@ -50,7 +50,7 @@ def difference(a: torch.Tensor, r: torch.Tensor, atol: float = 1e-8, rtol: float
     return Difference(float(delta.max()), relative, fraction, worst, float(a[worst]), float(r[worst]))
 
 
-def equal(a: torch.Tensor, r: torch.Tensor, dtype: torch.dtype, plain: torch.Tensor | None = None) -> bool:
+def equal(a: Tensor, r: Tensor, dtype: torch.dtype, plain: Tensor | None = None) -> bool:
     """Whether a path of this dtype gave the same result: relative difference from r at most 1e-12 in float64, 1e-5 in
     float32; in bfloat16 and float16 at most twice that of plain, the plain path's result in the same dtype, r being
     float64. ValueError: another dtype, or plain missing where it is the yardstick."""
@@ -66,64 +66,45 @@ def equal(a: torch.Tensor, r: torch.Tensor, dtype: torch.dtype, plain: torch.Ten
     return math.isfinite(relative) and relative <= limit
 
 
-@dataclass(frozen=True)
-class RankingDifference:
-    """Means over users. kendall_tau (tau-b): over users with two candidates or more; all scores tied on one side only
-    count as 0, on both as 1. top_k_overlap: over users with more than k candidates (with fewer it is 1 whatever the
-    scores). A mean over nobody is NaN."""
-
-    kendall_tau: float
-    top_k_overlap: float
-    k: int
-    num_users: int
-    num_excluded: int  # users with fewer than two candidates: nothing to order
-    num_top_k_users: int
-
-
-def ranking_difference(scores_a: Any, scores_r: Any, num_candidates: Any, k: int = 3) -> RankingDifference:
+def ranking_difference(scores_a: Any, scores_r: Any, num_candidates: Any, k: int = 3) -> dict[str, float]:
     """Compare the order of each user's candidates. scores_a, scores_r: [sum(num_candidates)], num_candidates: [B],
-    tensors or arrays. Ties keep the candidates' order. ValueError: lengths disagree, a score is NaN, k < 1."""
+    tensors or arrays. Ties keep the candidates' order.
+
+    Kendall tau (tau-b): mean over users with two candidates or more; scores all tied on one side only count as 0, on
+    both as 1. pairs moved: of the pairs that the reference puts in an order, those reversed or tied. top-k replaced: of
+    the places in the first k of users with more candidates. NaN: a mean over nobody.
+    ValueError: lengths disagree, a score is NaN, k < 1.
+    """
     a, r = _array(scores_a), _array(scores_r)
     counts = _array(num_candidates).astype(np.int64)
     if not a.shape == r.shape == (counts.sum(),):
         raise ValueError(f"{counts.sum()} candidates need that many scores, got shapes {a.shape} and {r.shape}")
     if np.isnan(a).any() or np.isnan(r).any():
-        raise ValueError(
-            f"NaN has no rank: {np.isnan(a).sum()} of the tested, {np.isnan(r).sum()} of the reference scores"
-        )
+        raise ValueError(f"NaN has no rank: {np.isnan(a).sum()} of the tested, {np.isnan(r).sum()} of the reference")
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    taus, overlaps = [], []
-    ends = counts.cumsum()
-    for begin, end in zip(ends - counts, ends, strict=True):
-        x, y = a[begin:end], r[begin:end]
-        if len(x) < 2:
-            continue
-        tied = np.ptp(x) == 0, np.ptp(y) == 0
-        taus.append(float(all(tied)) if any(tied) else float(kendalltau(x, y).statistic))
+    taus, replaced, moved = list[float](), list[float](), list[np.ndarray]()
+    ends = counts.cumsum()[:-1]
+    for x, y in zip(np.split(a, ends), np.split(r, ends), strict=True):
+        later = np.triu_indices(len(x), 1)
+        up, should = (np.sign(z[:, None] - z)[later] for z in (x, y))  # of every pair: 1, -1, or 0 where tied
+        if len(up):
+            root = math.sqrt((up**2).sum() * (should**2).sum())
+            taus.append((up * should).sum() / root if root else float((up == should).all()))
+            moved.append((up != should)[should != 0])
         if len(x) > k:
             top = [set(np.argsort(-z, kind="stable")[:k]) for z in (x, y)]
-            overlaps.append(len(top[0] & top[1]) / k)
-    tau, overlap = (float(np.mean(v)) if v else math.nan for v in (taus, overlaps))
-    return RankingDifference(tau, overlap, k, len(taus), len(counts) - len(taus), len(overlaps))
-
-
-def auc_change(scores_a: Any, scores_r: Any, labels: Any) -> float:
-    """AUC of the tested minus that of the reference scores, labels 0 and 1, all [N]; NaN if a label is absent."""
-    truth = _array(labels)
-    if np.unique(truth).size < 2:
-        return math.nan
-    return float(roc_auc_score(truth, _array(scores_a)) - roc_auc_score(truth, _array(scores_r)))
+            replaced.append(1 - len(top[0] & top[1]) / k)
+    pairs = np.concatenate(moved) if moved else np.empty(0)
+    tau, gone, off = (float(np.mean(v)) if len(v) else math.nan for v in (taus, replaced, pairs))
+    return {"Kendall tau": tau, "pairs": len(pairs), "pairs moved, %": 100 * off, f"top-{k} replaced, %": 100 * gone}
 
 
 def _array(values: Any) -> np.ndarray:
     return torch.as_tensor(values).detach().to("cpu", torch.float64).numpy()
 
 
-Trace = dict[tuple[str, str], torch.Tensor]
-
-
-def trace(model: torch.nn.Module, call: Callable[[], Any]) -> Trace:
+def trace(model: nn.Module, call: Callable[[], Any]) -> Trace:
     """The output of every submodule while call() runs, by (layer, operation) in the order of execution, as CPU copies.
 
     Submodule `layers.<i>.<name>` is operation <name> of layer <i>, `layers.<i>` itself its "output"; elsewhere the
@@ -134,8 +115,8 @@ def trace(model: torch.nn.Module, call: Callable[[], Any]) -> Trace:
     calls: Counter[tuple[str, str]] = Counter()
 
     def keep(key: tuple[str, str], module: Any, args: Any, output: Any) -> None:
-        tensor = output if isinstance(output, torch.Tensor) else getattr(output, "values", None)
-        if isinstance(tensor, torch.Tensor):
+        tensor = output if isinstance(output, Tensor) else getattr(output, "values", None)
+        if isinstance(tensor, Tensor):
             calls[key] += 1
             again = f" ({calls[key]})" if calls[key] > 1 else ""
             found[key[0], key[1] + again] = tensor.detach().to("cpu", copy=True)
@@ -144,7 +125,7 @@ def trace(model: torch.nn.Module, call: Callable[[], Any]) -> Trace:
     for name, module in model.named_modules():
         match = re.search(r"(?:^|\.)layers\.(\d+)(?:\.(.+))?$", name)
         layer, operation = match.groups() if match else name.partition(".")[::2]
-        if name and not isinstance(module, torch.nn.Dropout | torch.nn.Identity):  # the model itself: its result
+        if name and not isinstance(module, nn.Dropout | nn.Identity):  # the model itself: its result
             hooks.append(module.register_forward_hook(partial(keep, (layer, operation or "output"))))
     try:
         keep(("model", "output"), model, (), call())
@@ -167,9 +148,3 @@ def trace_differences(a: Trace, r: Trace, atol: float = 1e-8, rtol: float = 1e-5
             row |= asdict(difference(a[key], r[key], atol, rtol))
         rows.append(row)
     return pd.DataFrame(rows, columns=["layer", "operation", "reason", *Difference.__dataclass_fields__])
-
-
-def layer_differences(model_a: Any, model_r: Any, batch: Any, atol: float = 1e-8, rtol: float = 1e-5) -> pd.DataFrame:
-    """trace_differences of two models' `predict` on the same batch (each model takes it to its own device)."""
-    a, r = (trace(model, partial(model.predict, batch)) for model in (model_a, model_r))
-    return trace_differences(a, r, atol, rtol)

@@ -3,13 +3,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.stats import kendalltau
 from torch import nn
 
 from recexp.experiments.compare import (
-    auc_change,
     difference,
     equal,
-    layer_differences,
     ranking_difference,
     trace,
     trace_differences,
@@ -79,17 +78,31 @@ def test_ranking_by_hand() -> None:
     r = [4.0, 3.0, 2.0, 1.0, 9.0, 1.0, 2.0]
     a = [3.0, 4.0, 2.0, 1.0, 5.0, 2.0, 1.0]  # user 0: one of six pairs swapped; user 2: reversed; user 1: one candidate
     found = ranking_difference(a, r, [4, 1, 2, 0], k=1)
-    assert found.kendall_tau == pytest.approx((4 / 6 - 1) / 2)
-    assert (found.num_users, found.num_excluded) == (2, 2)
-    assert (found.top_k_overlap, found.num_top_k_users) == (0.0, 2)
+    assert found["Kendall tau"] == pytest.approx((4 / 6 - 1) / 2)
+    assert (found["pairs"], found["pairs moved, %"]) == (7, pytest.approx(100 * 2 / 7))
+    assert found["top-1 replaced, %"] == 100
     found = ranking_difference(torch.tensor(a), np.array(r), torch.tensor([4, 1, 2, 0]), k=2)
-    assert (found.top_k_overlap, found.num_top_k_users) == (1.0, 1)  # the pair has both its candidates in any top 2
+    assert found["top-2 replaced, %"] == 0  # only user 0 counts: the pair has both its candidates in any top 2
 
 
-def test_ties_lose_the_order() -> None:
-    assert ranking_difference([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [3]).kendall_tau == 0
-    assert ranking_difference([1.0, 1.0], [5.0, 5.0], [2]).kendall_tau == 1
-    assert math.isnan(ranking_difference([1.0], [1.0], [1]).kendall_tau)
+def test_ties() -> None:
+    lost = ranking_difference([1.0, 1.0, 1.0], [1.0, 2.0, 3.0], [3])
+    assert lost["Kendall tau"] == 0 and lost["pairs moved, %"] == 100
+    kept = ranking_difference([1.0, 1.0], [5.0, 5.0], [2])
+    assert kept["Kendall tau"] == 1 and kept["pairs"] == 0  # the reference puts them in no order
+    broken = ranking_difference([1.0, 2.0, 9.0], [5.0, 5.0, 6.0], [3])
+    assert (broken["pairs"], broken["pairs moved, %"]) == (2, 0)
+    nobody = ranking_difference([1.0], [1.0], [1])
+    assert all(math.isnan(nobody[name]) for name in ("Kendall tau", "pairs moved, %", "top-3 replaced, %"))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_kendall_tau_is_scipys(ties: bool) -> None:
+    make = np.random.default_rng(0)
+    for length in (2, 3, 10):
+        x, y = make.permutation(length) // (1 + ties), make.permutation(length) // (1 + ties)
+        if np.ptp(x) and np.ptp(y):
+            assert ranking_difference(x, y, [length])["Kendall tau"] == pytest.approx(kendalltau(x, y).statistic)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +116,6 @@ def test_ties_lose_the_order() -> None:
 def test_ranking_refuses(a: list[float], counts: list[int], k: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ranking_difference(a, [1.0, 2.0], counts, k)
-
-
-def test_auc_change() -> None:
-    labels = [0, 0, 1, 1]
-    assert auc_change([0.1, 0.4, 0.35, 0.8], [1.0, 2.0, 3.0, 4.0], labels) == pytest.approx(0.75 - 1)
-    assert math.isnan(auc_change([0.1, 0.2], [0.1, 0.2], [1, 1]))
 
 
 class Layer(nn.Module):
@@ -136,11 +143,12 @@ class Model(nn.Module):
         return x.sum(-1)
 
 
-def test_layer_differences_name_the_first_operation_that_differs() -> None:
+def test_differences_name_the_first_operation_that_differs() -> None:
     reference, tested = Model().double(), Model().double()
     with torch.no_grad():
         tested.layers[1].proj.bias[2] += 1
-    frame = layer_differences(tested.eval(), reference.eval(), torch.arange(5))
+    a, r = (trace(model.eval(), lambda model=model: model.predict(torch.arange(5))) for model in (tested, reference))
+    frame = trace_differences(a, r)
     operations = list(zip(frame["layer"], frame["operation"], strict=True))
     layer = ["input_norm", "proj", "output"]
     assert operations == [
@@ -158,7 +166,8 @@ def test_layer_differences_name_the_first_operation_that_differs() -> None:
 
 
 def test_operations_of_one_side_are_rows_with_a_reason() -> None:
-    frame = layer_differences(Model(last=True).eval(), Model().eval(), torch.arange(5))
+    models = Model(last=True).eval(), Model().eval()
+    frame = trace_differences(*(trace(model, lambda model=model: model.predict(torch.arange(5))) for model in models))
     extra = frame[frame["operation"] == "extra"].iloc[0]
     assert extra["reason"] == "only in the tested model"
     assert math.isnan(extra["relative"])

@@ -1,0 +1,102 @@
+"""What numerical_diff shows: who keeps the rule, how errors grow, what rankings notice, and each in words."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from recexp.experiments.plots import PALETTE, Plot, note, style
+
+DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
+COLOURS = dict(zip(DTYPES, ("#000000", *PALETTE[0:4:3], *PALETTE[1:3]), strict=True))
+
+
+@style
+def plot_verdicts(differences: pd.DataFrame, title: str) -> Plot:
+    """Logits of every pair as a share of what the rule allows, a panel a model, a dot a dtype, the largest with its
+    number; beyond the line at 1 the rule is broken. What is equal bit for bit stands at the left edge."""
+    logits = differences[differences["layer"] == "model"].sort_values("kind", kind="stable")
+    logits = logits.assign(share=logits["looked_at"] / logits["limit"], pair=logits["kind"] + ": " + logits["tested"])
+    models, pairs = list(logits["model"].unique()), list(logits["pair"].unique())
+    edge = logits["share"][logits["share"] > 0].min() / 3
+    figure = Plot(3.5 + 4.2 * len(models), 1.7 + 0.24 * len(pairs))
+    for axes, model in zip(figure.panels(1, len(models)), models, strict=True):
+        mine = logits[logits["model"] == model].assign(at=lambda frame: frame["share"].clip(lower=edge))
+        for dtype in (dtype for dtype in COLOURS if dtype in set(logits["dtype"])):
+            some = mine[mine["dtype"] == dtype]
+            axes.plot(some["at"], some["pair"].map(pairs.index), "o", color=COLOURS[dtype], alpha=0.8, label=dtype)
+        for pair, at in mine.groupby("pair")["at"].max().items():
+            note(axes, "0" if at == edge else f"{at:.2g}", (at, pairs.index(str(pair))), (6, -3), ha="left")
+        axes.axvline(1, color="#CC0000")
+        axes.set(xscale="log", title=model, xlabel="difference, as a share of the limit", xlim=(edge / 2, None))
+        axes.set_yticks(range(len(pairs)), pairs)
+    axes.set_ylim(len(pairs) - 0.5, -0.5)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
+    figure.suptitle(title)
+    return figure
+
+
+@style
+def plot_growth(stream: pd.DataFrame, title: str) -> Plot:
+    """The error of the residual stream against layers, a panel a model, a line a dtype, its last value beside it."""
+    models = list(stream["model"].unique())
+    figure = Plot(2 + 4.2 * len(models), 4)
+    for axes, model in zip(figure.panels(1, len(models)), models, strict=True):
+        for dtype, line in stream[stream["model"] == model].groupby("dtype", sort=False):
+            layers, last = line["layer"].astype(int) + 1, line["error"].iloc[-1]
+            axes.plot(layers, line["error"], "o-", color=COLOURS[str(dtype)], label=dtype)
+            note(axes, f"{last:.1e}", (layers.iloc[-1], last), (6, -3), ha="left")
+        axes.set(yscale="log", xlabel="layers", ylabel="error against float64, ‖a − r‖ / ‖r‖", title=model)
+        axes.margins(x=0.15)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    figure.suptitle(title)
+    return figure
+
+
+@style
+def plot_rankings(rankings: pd.DataFrame, title: str) -> Plot:
+    """Rows of ``rankings``, without float64: a panel a quantity, a bar a model and dtype, with its number."""
+    shown = rankings[rankings["dtype"] != "float64"]
+    quantities = [column for column in map(str, shown) if column.endswith((", %", "change"))]
+    figure = Plot(3 + 2.3 * len(quantities), 1.4 + 0.3 * len(shown))
+    for axes, quantity in zip(figure.panels(1, len(quantities)), quantities, strict=True):
+        colours = [COLOURS[dtype] for dtype in shown["dtype"]]
+        bars = axes.barh(list(shown["model"] + ", " + shown["dtype"]), shown[quantity], color=colours)
+        axes.bar_label(bars, [f"{value:.2g}" for value in shown[quantity]], padding=3)
+        axes.margins(x=0.35)
+        axes.set_xlabel(quantity)
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+    axes.invert_yaxis()
+    figure.suptitle(title)
+    return figure
+
+
+def say_ways(rows: pd.DataFrame, differences: pd.DataFrame) -> str:
+    """Whether every way keeps the rule, and how many single operations go beyond it."""
+    wrong, counts = rows[rows["status"].isin(["wrong", "failed"])], rows["status"].value_counts()
+    if len(wrong):
+        listed = wrong["backbone"] + " " + wrong["dtype"] + " " + wrong["backend"] + ": " + wrong["reason"]
+        return f"**{len(wrong)} of {len(rows)} ways are wrong.** {'; '.join(listed)}."
+    beyond = differences[~differences["equal"] & differences["looked_at"].notna()]
+    said = f"All {counts['ok']} ways that ran keep the rule ({counts.get('refused', 0)} were refused)"
+    names = ", ".join((beyond["tested"] + ": " + beyond["operation"]).unique())
+    return f"{said}; {len(beyond):,} of {len(differences):,} single operations exceed their limit ({names or 'none'})."
+
+
+def say_growth(stream: pd.DataFrame) -> str:
+    """How much larger the error behind the last layer is than behind the first, over all dtypes."""
+    lines = stream.groupby(["model", "dtype"], sort=False)["error"]
+    times = (lines.last() / lines.first()).groupby("model", sort=False)
+    said = [f"{model} {x.min():.1f} to {x.max():.1f} times" for model, x in times]
+    return f"From the first to the last of {lines.size().max()} layers the error grows: {', '.join(said)}."
+
+
+def say_rankings(rankings: pd.DataFrame) -> str:
+    """How many candidate pairs each dtype moves, and what becomes of AUC."""
+    said = []
+    for dtype, some in rankings[rankings["dtype"] != "float64"].groupby("dtype", sort=False):
+        moved = [f"1 in {100 / x:,.0f}" if x else "none" for x in some["pairs moved, %"]]
+        parts = ", ".join(f"{count} of {model}" for count, model in zip(moved, some["model"], strict=True))
+        said.append(f"{dtype} {parts} (AUC by at most {some['AUC change'].abs().max():.0e})")
+    return f"Pairs of candidates that change places: {'; '.join(said)}."
