@@ -56,11 +56,12 @@ display(Markdown(f"Measured on **{name}**, torch {torch.__version__}."))
 # ## Capture and latency
 #
 # For every model: make its cache, capture every bucket in both ways, largest first, and time the same requests. A graph
-# must give the logits of the static buffers bit for bit, else its point has no time. Timed are the copies of a request,
+# must give the logits of the static buffers bit for bit, else its point has no time; how far those are from eager ones,
+# operation by operation, is in `03_numerical_diff`. Timed are the copies of a request,
 # the layers and the head; embedding lookup and planning on the host are the same for all modes.
 
 # %%
-frames, reports, launched, differences, pools = [], [], [], [], []
+frames, reports, launched, pools = [], [], [], []
 for backbone in experiment.models:
     model = cuda_graphs.make_model(backbone, experiment, device)
     modes = cuda_graphs.capture(model, experiment)
@@ -68,7 +69,6 @@ for backbone in experiment.models:
     reports += [graphs.report().assign(backbone=backbone, mode=mode) for mode, graphs in modes.items()]
     frames.append(latency)
     launched.append(launches)
-    differences.append(cuda_graphs.operations(model, experiment).assign(backbone=backbone))
     del modes
     model.graphs = None
     if device.type == "cuda" and backbone == next(iter(experiment.models)):
@@ -126,20 +126,6 @@ if experiment.data:
     run.save(padding, "padding")
     title = f"Padding of {len(lengths):,} requests of {interactions.name}, {min(lengths)} to {max(lengths)} tokens"
     display(run.figure(graph_figures.plot_padding(padding, title), "padding"))
-
-# %% [markdown]
-# ## Where the numbers differ
-#
-# A replayed graph computes what its static buffers compute eagerly, to the last bit. What differs from plain eager
-# execution is the number of rows: a matrix product of more rows may add in another order. Operation by operation, the
-# request in the smallest bucket that holds it against the request alone:
-
-# %%
-for frame in differences:
-    backbone = frame["backbone"].iloc[0]
-    title = f"{backbone}: {experiment.replay.dtype}, static buffers against eager on {device.type}, ‖a − r‖ / ‖r‖"
-    display(run.figure(plots.plot_error_heatmap(frame, title), f"differences_{backbone}"))
-run.save(pd.concat(differences, ignore_index=True), "differences")
 
 # %% [markdown]
 # ## In short

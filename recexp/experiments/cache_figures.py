@@ -5,11 +5,12 @@ from __future__ import annotations
 import pandas as pd
 
 from recexp.experiments.kv_cache import OUTCOMES
-from recexp.experiments.plots import PALETTE, PAPER, Plot
+from recexp.experiments.plots import PALETTE, Plot, note, style
 
 COLOURS = dict(zip(OUTCOMES, (PALETTE[2], PALETTE[0], PALETTE[5], PALETTE[1], PALETTE[4], "#BBBBBB"), strict=True))
 
 
+@style
 def plot_outcomes(caches: pd.DataFrame, title: str) -> Plot:
     """Rows of ``summarise`` of one model as bars of 100 %, a part a tier; misses by their reason."""
     figure = Plot(9, 1.9 + 0.42 * len(caches))
@@ -22,15 +23,16 @@ def plot_outcomes(caches: pd.DataFrame, title: str) -> Plot:
         if not share.any():
             continue
         bars = axes.barh(names, share, left=left, color=COLOURS[outcome], label=outcome)
-        axes.bar_label(bars, [f"{x:.1f}" if x >= 3 else "" for x in share], label_type="center", fontsize=8)
+        axes.bar_label(bars, [f"{x:.1f}" if x >= 3 else "" for x in share], label_type="center")
         left += share
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="share of requests, %")
-    axes.set_title(title, fontsize=9, wrap=True)
-    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
+    axes.set_title(title, wrap=True)
+    figure.legend(loc="outside lower center", ncols=6)
     return figure
 
 
+@style
 def plot_copies(copies: pd.DataFrame, title: str) -> Plot:
     """Rows of ``copies``: the copy alone, and how much longer a host hit takes than a device hit, a colour a model."""
     figure = Plot(8, 4)
@@ -39,13 +41,11 @@ def plot_copies(copies: pd.DataFrame, title: str) -> Plot:
         for column, text, line in (("extra ms", "tier host less tier device", "-"), ("copy ms", "copy alone", ":")):
             axes.plot(rows["history pairs"], rows[column], line, marker="o", color=colour, label=f"{name}: {text}")
         for row in rows.to_dict("records"):
-            at = (row["history pairs"], row["extra ms"])
-            axes.annotate(f"{at[1]:.2g}", at, (5, 4), textcoords="offset points", fontsize=7, bbox=PAPER)
+            note(axes, f"{row['extra ms']:.2g}", (row["history pairs"], row["extra ms"]), (8, 4))
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="history pairs", ylabel="ms (differences of medians)")
-    axes.set_title(title, fontsize=9, wrap=True)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.set_title(title, wrap=True)
+    axes.legend()
     return figure
 
 

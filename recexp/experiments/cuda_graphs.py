@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,10 +19,9 @@ from tqdm.auto import tqdm
 
 from recexp.batch import TokenBatch
 from recexp.config import ExperimentConfig, GraphConfig
-from recexp.devices import describe_device
-from recexp.experiments.compare import LIMITS, difference, trace, trace_differences
-from recexp.experiments.latency import backend_of
-from recexp.experiments.measure import measure
+from recexp.experiments.compare import LIMITS, difference
+from recexp.experiments.latency import model_columns
+from recexp.experiments.measure import achieved, ceilings, measure, request_flops
 from recexp.experiments.record import row, to_frame
 from recexp.graphs import GraphedModel, num_capture_pages
 from recexp.metadata import KVCapacity, KVMetadata
@@ -104,16 +102,16 @@ def latencies(
     config, setting, device = model.config, experiment.measure, model.device
     dtype = getattr(torch, experiment.replay.dtype)
     new, candidates = 2 * experiment.replay.new_pairs, setting.num_candidates
-    limits: dict[str, Any] = setting.model_dump(include={"min_runs", "max_runs", "max_seconds"})
-    columns: dict[str, Any] = {c: getattr(config, c) for c in ("num_layers", "hidden_size", "num_heads", "head_dim")}
-    columns |= {"device": describe_device(device), "backbone": name, "dtype": experiment.replay.dtype, "tier": "device"}
-    columns |= {"backend": backend_of(model, experiment.replay.page_size), "page_size": experiment.replay.page_size}
-    columns |= {"history_pairs": config.max_history_pairs}
+    cached = config.max_history_tokens - new
+    limits = setting.model_dump(include={"min_runs", "max_runs", "max_seconds"})
+    columns = model_columns(name, model, experiment.replay.page_size) | {"tier": "device", "new_tokens": new}
+    columns |= {"history_pairs": config.max_history_pairs, "cached_tokens": cached}
+    flops = request_flops(model, cached, new, candidates)
     static = modes.get("static") or model.make_graphs(experiment.graphs, mode="static")
     rows, launches = [], []
     for batch_size in tqdm(setting.batch_sizes, desc=name, disable=quiet, unit="batch"):
-        columns |= {"batch_size": batch_size, "num_tokens": batch_size * (new + candidates)}
-        columns |= {"num_candidates": batch_size * candidates}
+        columns |= {"batch_size": batch_size, "num_candidates": batch_size * candidates}
+        columns["num_tokens"] = batch_size * (cached + new + candidates)
         with cached_request(model, batch_size, new, candidates) as request:
             first = request.inputs[0][0]
             expected, same = request.eager(first), request.replay(static, first)
@@ -127,7 +125,8 @@ def latencies(
                     rows.append(row("wrong", mode=mode, reason=reason, error=error, **columns))
                     continue
                 latency = measure(call, request.inputs, device=device, **limits)
-                rows.append(row("ok", latency=latency, mode=mode, error=error, **columns))
+                rates = achieved(latency, ceilings(device, dtype), flops=batch_size * flops)
+                rows.append(row("ok", latency=latency, mode=mode, error=error, **columns, **rates))
                 if device.type == "cuda":
                     count, busy = kernels(partial(call, first))
                     point = {"backbone": name, "mode": mode, "batch_size": batch_size, "launches": count}
@@ -152,17 +151,3 @@ def memory_alone(model: RankingModel, experiment: ExperimentConfig) -> pd.DataFr
     frames = [model.make_graphs(config).report() for config in alone]
     model.graphs = None
     return pd.concat(frames, ignore_index=True)
-
-
-def operations(model: RankingModel, experiment: ExperimentConfig) -> pd.DataFrame:
-    """Differences of every operation of one user: the static buffers against eager, rows of nobody cut off."""
-    new, candidates = 2 * experiment.replay.new_pairs, experiment.measure.num_candidates
-    graphs = model.make_graphs(experiment.graphs, mode="static")
-    with cached_request(model, 1, new, candidates) as request:
-        first = request.inputs[0][0]
-        expected, tested = (
-            trace(model, partial(request.eager, first)),
-            trace(model, partial(request.replay, graphs, first)),
-        )
-    cut = {key: x[: len(expected[key])] if key in expected else x for key, x in tested.items()}
-    return trace_differences(cut, expected)

@@ -7,47 +7,46 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from recexp.experiments.plots import PALETTE, Plot
+from recexp.experiments.plots import PALETTE, Plot, note, style
 
 
+@style
 def plot_launches(launches: pd.DataFrame, title: str) -> Plot:
     """A bar a point: time the device computes, and on top the time it idles; the number of launches above."""
     names = list(launches["backbone"].unique())
     figure = Plot(3 + 0.3 * len(launches), 4)
-    for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
+    for axes, name in zip(figure.panels(1, len(names)), names, strict=True):
         mine = launches[launches["backbone"] == name].reset_index(drop=True)
         axes.bar(mine.index, mine["busy_ms"], color=PALETTE[0], label="kernels and copies")
-        idle = mine["p50_ms"] - mine["busy_ms"]
-        bars = axes.bar(mine.index, idle.clip(lower=0), bottom=mine["busy_ms"], color=PALETTE[4], label="idle")
-        axes.bar_label(bars, mine["launches"].astype(str), fontsize=7)
-        labels = mine["mode"] + ", " + mine["batch_size"].astype(str)
-        axes.set_xticks(mine.index, list(labels), rotation=60, ha="right", fontsize=8)
-        axes.set_title(name, fontsize=9)
-        axes.grid(alpha=0.3, axis="y")
+        idle = (mine["p50_ms"] - mine["busy_ms"]).clip(lower=0)
+        bars = axes.bar(mine.index, idle, bottom=mine["busy_ms"], color=PALETTE[4], label="idle")
+        axes.bar_label(bars, mine["launches"].astype(str))
+        axes.set_xticks(mine.index, list(mine["mode"] + ", " + mine["batch_size"].astype(str)), rotation=60, ha="right")
+        axes.set_title(name)
     figure.axes[0].set_ylabel("ms a call")
-    figure.axes[0].legend(fontsize=8)
-    figure.suptitle(f"{title}; above the bars: launches; below: mode, users", fontsize=10)
+    figure.axes[0].legend()
+    figure.suptitle(f"{title}; above the bars: launches; below: mode, users")
     return figure
 
 
+@style
 def plot_memory(shared: pd.DataFrame, alone: pd.DataFrame, title: str) -> Plot:
     """MB of every bucket: captured alone, and what it adds to the shared pool, largest first."""
     figure = Plot(2 + 0.28 * len(shared), 4)
     axes = figure.subplots()
-    keys = ["batch_size", "num_tokens"]
-    both = shared.merge(alone, on=keys, suffixes=("", "_alone"))
+    both = shared.merge(alone, on=["batch_size", "num_tokens"], suffixes=("", "_alone"))
     for offset, column, text in ((-0.2, "memory_bytes_alone", "a pool each"), (0.2, "memory_bytes", "one pool")):
         total = f"{text}: {both[column].sum() / 1e9:.2f} GB together"
         axes.bar(both.index + offset, both[column] / 1e6, 0.4, label=total, color=PALETTE[offset > 0])
     names = both["batch_size"].astype(str) + " x " + (both["num_tokens"] // both["batch_size"]).astype(str)
-    axes.set_xticks(both.index, list(names), rotation=90, fontsize=7)
+    axes.set_xticks(both.index, list(names), rotation=90)
     axes.set(xlabel="bucket, users x tokens a user", ylabel="MB by which the pool grew")
-    axes.set_title(title, fontsize=9, wrap=True)
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize=8)
+    axes.set_title(title, wrap=True)
+    axes.legend()
     return figure
 
 
+@style
 def plot_padding(frame: pd.DataFrame, title: str) -> Plot:
     """Rows of ``padding``: the share of computed tokens that pads against the number of buckets, a line a spacing."""
     figure = Plot(7, 3.6)
@@ -55,16 +54,12 @@ def plot_padding(frame: pd.DataFrame, title: str) -> Plot:
     for (spacing, rows), colour in zip(frame.groupby("spacing", sort=False), PALETTE, strict=False):
         axes.plot(rows["buckets"], 100 * rows["padding"], "o-", color=colour, label=f"sizes: {spacing}")
         for count, share in zip(rows["buckets"], rows["padding"], strict=True):
-            axes.annotate(f"{100 * share:.0f}", (count, 100 * share), (4, 4), textcoords="offset points", fontsize=7)
-    axes.set(
-        xlabel="token counts a batch size has",
-        ylabel="padding, % of computed tokens",
-        ylim=(0, 115 * frame["padding"].max()),
-    )
-    axes.set_title(title, fontsize=9, wrap=True)
+            note(axes, f"{100 * share:.0f}", (count, 100 * share), (6, 4))
+    axes.set(xlabel="token counts a batch size has", ylabel="padding, % of computed tokens")
+    axes.set_ylim(0, 115 * frame["padding"].max())
+    axes.set_title(title, wrap=True)
     axes.set_xticks(sorted(frame["buckets"].unique()))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend()
     return figure
 
 

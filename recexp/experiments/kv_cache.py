@@ -18,10 +18,9 @@ from recexp.cache import PagedKVCache
 from recexp.config import CacheConfig, ExperimentConfig
 from recexp.data.interactions import Interactions
 from recexp.data.requests import make_batch, replay
-from recexp.devices import describe_device
 from recexp.experiments.compare import LIMITS
-from recexp.experiments.latency import backend_of
-from recexp.experiments.measure import Latency, measure
+from recexp.experiments.latency import model_columns
+from recexp.experiments.measure import Latency, achieved, ceilings, measure, request_flops
 from recexp.experiments.record import row, to_frame
 from recexp.experiments.run import data_of
 from recexp.model import RankingModel
@@ -127,24 +126,26 @@ def latencies(models: Mapping[str, RankingModel], frame: pd.DataFrame, experimen
         name, num_pages, host_pages, tier, pairs = cast(tuple[str, float, float, str, int], key)
         if len(group) < experiment.measure.min_runs:
             continue
-        config, dtype = models[name].config, models[name].sequence.item_embedding.weight.dtype
-        columns = {c: getattr(config, c) for c in ("num_layers", "hidden_size", "num_heads", "head_dim")}
-        columns |= {"device": describe_device(models[name].device), "backbone": name, "mode": "eager", "tier": tier}
-        page_size = None if tier == "none" else experiment.cache.page_size
-        columns |= {"backend": backend_of(models[name], page_size), "dtype": str(dtype).removeprefix("torch.")}
-        columns |= {"batch_size": 1, "history_pairs": pairs, "num_candidates": full}
-        columns["num_tokens"] = len(config.context) + 2 * pairs + full
+        model, dtype = models[name], models[name].sequence.item_embedding.weight.dtype
+        history = len(model.config.context) + 2 * pairs
+        new = history if tier == "none" else int(group["tokens_computed"].median())
+        columns = model_columns(name, model, None if tier == "none" else experiment.cache.page_size)
+        columns |= {"mode": "eager", "tier": tier, "cached_tokens": history - new, "new_tokens": new, "batch_size": 1}
+        columns |= {"history_pairs": pairs, "num_candidates": full, "num_tokens": history + full}
         error = float(np.sqrt(group["squares"].sum() / group["norm"].sum()))
         if tier != "none":
-            columns |= {"page_size": page_size, "num_pages": num_pages, "host_pages": host_pages}
+            wasted = -history % experiment.cache.page_size
+            columns |= {"num_pages": num_pages, "host_pages": host_pages, "wasted_share": wasted / max(history + wasted, 1)}
             columns["error"] = error
         if not error <= LIMITS[dtype]:
-            rows.append(
-                row("wrong", reason=f"logits differ from uncached ones by more than {LIMITS[dtype]}", **columns)
-            )
+            reason = f"logits differ from uncached ones by more than {LIMITS[dtype]}"
+            rows.append(row("wrong", reason=reason, **columns))
             continue
         p10, p50, p90 = (float(p) for p in np.percentile(group["ms"], [10, 50, 90]))
-        rows.append(row("ok", latency=Latency(p10, p50, p90, len(group), group["host_ms"].median(), None), **columns))
+        latency = Latency(p10, p50, p90, len(group), group["host_ms"].median(), None)
+        flops = request_flops(model, history - new, new, full)
+        rates = achieved(latency, ceilings(model.device, dtype), flops=flops)
+        rows.append(row("ok", latency=latency, **columns, **rates))
     return to_frame(rows)
 
 

@@ -122,15 +122,10 @@ def _timed(
     return times
 
 
+@functools.cache
 def ceilings(device: torch.device | str, dtype: torch.dtype) -> Ceilings:
     """TFLOP/s of a large matrix product of this dtype and GB/s of a large copy on this device, once a process."""
-    return _ceilings(str(torch.device(device)), dtype)
-
-
-@functools.cache
-def _ceilings(device: str, dtype: torch.dtype) -> Ceilings:
-    cuda = device.startswith("cuda")
-    n, copied = (8192, 2**30) if cuda else (1024, 2**28)
+    n, copied = (8192, 2**30) if torch.device(device).type == "cuda" else (1024, 2**28)
     a, b, c = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
     source, target = torch.ones(2, copied, dtype=torch.uint8, device=device)
     gemm = measure(lambda: torch.mm(a, b, out=c), [()], device=device, min_runs=5, max_seconds=0.5)

@@ -25,18 +25,10 @@ from recexp.experiments.record import SHAPES
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito
 SERIES = ("device", "backbone", "backend", "dtype", "mode", "tier", *SHAPES)
 PAPER = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}  # behind a number that crosses a line
-style = matplotlib.rc_context(  # decorates what draws; nobody else's figures change
-    {
-        "font.size": 8,
-        "axes.titlesize": 9,
-        "figure.titlesize": 10,
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-        "axes.axisbelow": True,
-        "lines.markersize": 5,
-        "errorbar.capsize": 3,
-    }
-)
+style = matplotlib.rc_context({  # decorates what draws; nobody else's figures change
+    "font.size": 8, "axes.titlesize": 9, "figure.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3,
+    "axes.axisbelow": True, "lines.markersize": 5, "errorbar.capsize": 3,
+})  # fmt: skip
 
 
 class Plot(Figure):
@@ -135,7 +127,7 @@ def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Sequence[str])
 
 @style
 def plot_error_heatmap(frame: pd.DataFrame, title: str = "Relative difference, ‖a − r‖ / ‖r‖") -> Plot:
-    """A frame of layer_differences as layers × operations, colours by the logarithm. An exact 0 is white, what could
+    """A frame of trace_differences as layers × operations, colours by the logarithm. An exact 0 is white, what could
     not be compared grey, an infinite difference (NaN) red."""
     layers, operations = list(frame["layer"].unique()), list(frame["operation"].unique())
     values = floats(frame["relative"])

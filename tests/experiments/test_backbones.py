@@ -13,7 +13,7 @@ from recexp import RankingModel, SequenceBatch
 from recexp.config import ModelConfig
 from recexp.data import load_interactions, make_splits
 from recexp.experiments.backbones import sizes, summarise
-from recexp.experiments.latency import latencies, requests_of_length
+from recexp.experiments.latency import _cached, in_dtype, latencies, requests_of_length
 from recexp.experiments.quality import seed_table
 from recexp.experiments.record import load_run
 from recexp.experiments.run import load_experiment, run_experiment
@@ -114,6 +114,23 @@ def test_a_wrong_backend_gets_no_latency() -> None:
     rows = latencies(models, load_interactions(config.data), config, quiet=True)
     assert rows["status"].tolist() == ["wrong", "wrong", "ok"]  # static buffers take another backend, which says so
     assert rows["p50_ms"][:2].isna().all() and "differ from float64 by" in rows["reason"][0]
+
+
+def test_a_cached_request_is_answered_from_the_cache_and_needs_one() -> None:
+    """A table with other values changes the logits, so what was cached was read; without any, the point is refused."""
+    config = load_experiment(QUICK, ["measure.batch_sizes=[1]", "measure.history_pairs=[5]", "replay.new_pairs=5"])
+    models = {"hstu": RankingModel(config.models["hstu"])}
+    rows = latencies(models, load_interactions(config.data), config, quiet=True)
+    assert rows["status"].tolist() == ["ok", "refused", "refused"] and "lower replay.new_pairs" in rows["reason"][1]
+    batch = SequenceBatch.from_lists([7, 8], [[1, 2, 3], [4, 5, 6]], [[1] * 3] * 2, [[9, 8]] * 2)
+    for tier, mode in (("device", "eager"), ("device", "static")):
+        model = in_dtype(models["hstu"], torch.float32, attention_backend="paged")
+        call, inputs = _cached(model, [batch] * 4, 1, 4, tier, mode)
+        before = call(*inputs[0])
+        assert torch.allclose(before, model.predict(batch), atol=1e-5) and len(inputs) == 8
+        call(*inputs[4])  # the other newest pairs
+        model.cache.tables[0].neg_()
+        assert not torch.allclose(call(*inputs[0]), before, atol=1e-3)
 
 
 def test_summary_compares_no_latency_that_failed_its_check(run_folder: Path) -> None:

@@ -77,7 +77,7 @@ def test_refuses(inputs: list[tuple[()]], runs: tuple[int, int], message: str) -
 
 
 def test_ceilings_are_measured_once_and_bound_what_is_achieved() -> None:
-    ceiling = ceilings("cpu", torch.float32)
+    ceiling = ceilings(torch.device("cpu"), torch.float32)
     assert ceilings(torch.device("cpu"), torch.float32) is ceiling
     assert 0.001 < ceiling.tflops < 100
     assert 0.5 < ceiling.gbps < 2000
@@ -110,7 +110,7 @@ def test_gpu_times_the_device_and_counts_memory() -> None:
     latency = measure(lambda x: x @ x, inputs, device="cuda", max_seconds=0.5)
     assert latency.peak_memory_bytes is not None
     assert latency.peak_memory_bytes >= 4 * 4096 * 4096 * 2  # three inputs and a result
-    ceiling = ceilings("cuda", torch.bfloat16)
+    ceiling = ceilings(torch.device("cuda"), torch.bfloat16)
     share = achieved(latency, ceiling, flops=2 * 4096**3)["tflops_share"]
     assert 0.3 < share < 1.2
     assert latency.host_p50_ms > 0.9 * latency.p10_ms  # awaited, not only queued
