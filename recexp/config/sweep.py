@@ -17,7 +17,7 @@ class SweepConfig(Strict):
     """
 
     point: Name  # a kind that register_point knows
-    modules: list[str] = []  # your own, imported here and in the workers for what they register
+    modules: list[str] = []  # your own, imported for what they register
     base: dict[str, Any] = {}
     grid: dict[str, list[Any]] = {}
     zipped: list[dict[str, list[Any]]] = []  # the lists of a group go together

@@ -37,16 +37,13 @@ class RemoteWorker:
         self._ray.kill(self._actor)
 
 
-class _Actor:
-    def __init__(self, pretended: bool, packed: bytes, seconds: float, num_threads: int) -> None:
+class _Actor(Worker):
+    def __init__(self, pretended: bool, *arguments: Any) -> None:
         import ray
 
         (index,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        name = f"cpu:{index}" if pretended or not torch.cuda.is_available() else "cuda:0"  # the only one it sees
-        self.worker = Worker(packed, name, seconds, num_threads)
-
-    def run(self, values: dict[str, Any]) -> dict[str, Any]:
-        return self.worker.run(values)
+        pretended = pretended or not torch.cuda.is_available()
+        super().__init__(f"cpu:{index}" if pretended else "cuda:0", *arguments)  # the only one that it sees
 
 
 @contextmanager

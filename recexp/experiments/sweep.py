@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
@@ -26,7 +27,7 @@ from recexp.config.base import Strict
 from recexp.config.load import validate
 from recexp.experiments.cluster import ray_workers
 from recexp.experiments.record import to_frame
-from recexp.experiments.workers import pack, process_workers
+from recexp.experiments.workers import process_workers
 from recexp.registry import Registry
 
 MODULES: tuple[str, ...] = ("page_sizes",)  # of recexp.experiments, which register the package's own kinds of points
@@ -115,7 +116,7 @@ def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataF
     with (
         bar,
         path.open("a") as journal,
-        engine(sweep, pack(kind, sweep.modules)) as workers,
+        engine(sweep, cloudpickle.dumps(kind)) as workers,
         ThreadPoolExecutor(len(workers)) as threads,
     ):
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

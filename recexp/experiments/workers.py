@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -24,7 +22,6 @@ from recexp.experiments.record import COLUMNS, row
 from recexp.experiments.record import _output as output_of
 
 if TYPE_CHECKING:
-    from recexp.config.base import Strict
     from recexp.experiments.sweep import PointKind
 
 LEFT_BYTES = 128 * 2**20  # on the device after a point; cuBLAS keeps some 32 MiB
@@ -84,46 +81,40 @@ def hold(device: str) -> Iterator[None]:
         yield
 
 
-def columns_of(point: Strict) -> dict[str, Any]:
-    """The fields of a point that are columns of the record."""
-    return {name: value for name, value in point.model_dump(mode="json").items() if name in COLUMNS}
-
-
 class Worker:
     """Points one after another in a process that sees one device only. A fresh process takes over after a point that
-    failed, hung, crashed, or left memory on the device. The device is held from the first point until ``close()``.
+    failed, hung, crashed, or left memory on the device. The device is held until ``close()``.
 
-    packed: of ``pack``; seconds: the limit of a point, the start of its process not counted.
+    packed: the kind of point by cloudpickle, which takes in what a cell of a notebook defines; seconds: the limit of a
+    point, the start of its process not counted.
     """
 
-    def __init__(self, packed: bytes, name: str, seconds: float, num_threads: int) -> None:
-        self.id, self.seconds, self._packed = device_id(name), seconds, packed
-        self._kind = unpack(packed)
-        self._env = {"CUDA_VISIBLE_DEVICES": "" if name.startswith("cpu") else self.id}
-        self._env |= {"OMP_NUM_THREADS": str(num_threads)}
+    def __init__(self, name: str, packed: bytes, seconds: float, num_threads: int) -> None:
+        self.id, self._packed, self._seconds = device_id(name), packed, seconds
+        visible = "" if name.startswith("cpu") else self.id  # set before the process imports torch
+        self._env = {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": str(num_threads)}
+        self._process: ProcessPoolExecutor | None = None
         self._held = hold(self.id)
         self._held.__enter__()
-        self._process: ProcessPoolExecutor | None = None
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
         """The point's row."""
         if self._process is None:
             self._process = ProcessPoolExecutor(1, env=self._env, initializer=_begin, initargs=(os.getpid(),))
-            self._device = self._process.submit(_describe).result(START_SECONDS)
+            self._device = self._process.submit(_device_name).result(START_SECONDS)
         try:
-            answer, fresh = self._process.submit(run_point, self._packed, values).result(self.seconds)
+            answer, fresh = self._process.submit(_run_point, self._packed, values).result(self._seconds)
         except TimeoutError:
-            answer, fresh = self._lost(values, "timed out", f"no answer within {self.seconds:g} s"), True
+            answer, fresh = self._lost(values, "timed out", f"no answer within {self._seconds:g} s"), True
         except TerminatedWorkerError as error:  # its text ends in the exit codes: {SIGSEGV(-11)}
-            codes = re.findall(r"\{(.+)\}", str(error))
-            answer, fresh = self._lost(values, "failed", f"its process died: {', '.join(codes)}"), True
+            codes = str(error).rpartition("{")[2].partition("}")[0]
+            answer, fresh = self._lost(values, "failed", f"its process died: {codes}"), True
         if fresh:
             self.stop()
         return {**answer, "device_id": self.id}
 
     def _lost(self, values: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
-        point = self._kind.config.model_validate(values)
-        return row(status, **{**columns_of(point), "reason": reason, "device": self._device})
+        return row(status, **(_unpack(self._packed, values)[2] | {"reason": reason, "device": self._device}))
 
     def stop(self) -> None:
         """End the process, whatever it does."""
@@ -141,20 +132,14 @@ class Worker:
 def process_workers(sweep: SweepConfig, packed: bytes) -> Iterator[list[Worker]]:
     """A worker for every device of the sweep on this machine."""
     names = device_names(sweep.devices)
-    yield [Worker(packed, name, sweep.seconds_per_point, threads_of(len(names))) for name in names]
+    yield [Worker(name, packed, sweep.seconds_per_point, threads_of(len(names))) for name in names]
 
 
-def pack(kind: PointKind, modules: list[str]) -> bytes:
-    """A kind of point, one defined in a cell of a notebook included, for a process that has not run the cell."""
-    return cloudpickle.dumps((modules, cloudpickle.dumps(kind)))
-
-
-def unpack(packed: bytes) -> PointKind:
-    """The kind of point; the modules that register what its points name are imported first."""
-    modules, kind = cloudpickle.loads(packed)
-    for module in modules:
-        import_module(module)
-    return cloudpickle.loads(kind)
+def _unpack(packed: bytes, values: dict[str, Any]) -> tuple[PointKind, Any, dict[str, Any]]:
+    """The kind, the point, and those of its fields that are columns of the record."""
+    kind = cloudpickle.loads(packed)
+    point = kind.config.model_validate(values)
+    return kind, point, {name: value for name, value in point.model_dump(mode="json").items() if name in COLUMNS}
 
 
 def _begin(parent: int) -> None:
@@ -169,25 +154,21 @@ def _begin(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _device() -> torch.device:
-    return torch.device("cuda:0" if os.environ["CUDA_VISIBLE_DEVICES"] else "cpu")
+def _device_name() -> str:
+    return devices.describe_device(devices.resolve("auto"))
 
 
-def _describe() -> str:
-    return devices.describe_device(_device())
-
-
-def run_point(packed: bytes, values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """In the worker: the point's row, and whether a fresh process should take over."""
-    kind, device = unpack(packed), _device()
-    point = kind.config.model_validate(values)
-    given = {**columns_of(point), "device": devices.describe_device(device)}
+def _run_point(packed: bytes, values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """In that process: the point's row, and whether a fresh process should take over."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")  # there is no other
+    kind, point, columns = _unpack(packed, values)
+    columns |= {"device": _device_name()}
     try:
         reason = kind.refuses(point, device)
-        answer = row("refused", **{**given, "reason": reason}) if reason else kind.run(point, device)
+        answer = row("refused", **(columns | {"reason": reason})) if reason else kind.run(point, device)
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return row("out of memory", **{**given, "reason": str(error) or "host memory"}), True
+        return row("out of memory", **(columns | {"reason": str(error) or "host memory"})), True
     except (Exception, SystemExit) as error:
-        return row("failed", **{**given, "reason": f"{type(error).__name__}: {error}"}), True
+        return row("failed", **(columns | {"reason": f"{type(error).__name__}: {error}"})), True
     gc.collect()
     return answer, device.type == "cuda" and torch.cuda.memory_allocated(device) > LEFT_BYTES

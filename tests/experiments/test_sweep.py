@@ -24,6 +24,7 @@ from recexp.config import SweepConfig
 from recexp.config.base import Strict
 from recexp.devices import DeviceProfile, profile_of
 from recexp.experiments.record import load_run, row
+from recexp.experiments.run import run_experiment
 from recexp.experiments.sweep import expand, plan, register_point, run_sweep
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as a cell of a notebook is: workers cannot import it
@@ -225,9 +226,9 @@ def test_what_is_stopped_or_killed_goes_on(checkout: Path) -> None:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()  # it does not outlive the sweep, and so does not disturb the next one
 
-    other = recexp("run", "patience.yaml", "--resume", str(folder), "--set", "sweep.grid={page_size: [1, 2]}")
-    _, err = other.communicate(timeout=60)
-    assert other.returncode == 2 and "sweep.grid.page_size.2" in err
+    changed = ["sweep.grid={page_size: [1, 2]}"]
+    with pytest.raises(ValueError, match=r"begun with other values.*\n.*\nsweep\.grid\.page_size\.2 +3 +None"):
+        run_experiment(Path("patience.yaml"), changed, resume=folder)
 
     (checkout / "go").touch()
     finished = recexp("run", f"{folder}/config.yaml", "--resume", str(folder))
