@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from recexp.config import ModelConfig, load_config
 from recexp.registry import nearest
@@ -53,35 +53,45 @@ def load_config_of(folder: str | Path) -> ModelConfig:
     return config
 
 
-def load_weights(model: nn.Module, config: ModelConfig, folder: str | Path) -> None:
-    """Load the weights of ``folder`` into a model of ``config``, converted to its dtype.
-
-    Raises ValueError that lists every missing, unknown and wrongly shaped tensor, and every setting that gives the same
-    weights another meaning (heads, scaling_seqlen, …); the model then keeps its old weights.
-    """
+def read(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, on the CPU. ValueError for what is not there or not whole."""
     path = Path(folder) / WEIGHTS
     try:
-        found = load_file(path)
+        return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-    wanted = model.state_dict()
-    problems = [f"missing {name} {list(wanted[name].shape)}" for name in wanted if name not in found]
-    problems += [f"unknown {name}; {_near(name, list(wanted))}" for name in found if name not in wanted]
-    problems += [
-        f"{name} is {list(found[name].shape)}, the model's is {list(wanted[name].shape)}"
-        for name in wanted
-        if name in found and found[name].shape != wanted[name].shape
-    ]
-    theirs = load_config_of(folder)
-    problems += [
+
+
+def load_weights(model: nn.Module, config: ModelConfig, folder: str | Path, convert: bool = False) -> None:
+    """Load the weights of ``folder`` into a model of ``config``; convert: to the model's dtype, if theirs is another.
+
+    Raises ValueError that lists every setting that gives the same weights another meaning (heads, scaling_seqlen, …),
+    and every missing, unknown and wrongly shaped tensor, or of another dtype; the model then keeps its old weights.
+    """
+    found, theirs = read(folder), load_config_of(folder)
+    problems = [
         f"{name} is {getattr(theirs, name)!r}, the model's is {getattr(config, name)!r}"
         for name in MEANING
         if getattr(theirs, name) != getattr(config, name)
     ]
-    if problems:
-        raise ValueError(f"{path} does not fit the model ({len(problems)} differences):\n  " + "\n  ".join(problems))
-    with torch.no_grad():
-        model.load_state_dict(found)
+    check_fit(Path(folder) / WEIGHTS, found, model.state_dict(), convert, problems)
+    model.load_state_dict(found)
+
+
+def check_fit(
+    path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor], convert: bool, problems: Sequence[str] = ()
+) -> None:
+    """Raise ValueError that lists all that is wrong with what was found, ``problems`` first."""
+    lines = [*problems, *(f"missing {name} {list(wanted[name].shape)}" for name in wanted if name not in found)]
+    for name, tensor in found.items():
+        if name not in wanted:
+            lines.append(f"unknown {name}; {_near(name, list(wanted))}")
+        elif tensor.shape != wanted[name].shape:
+            lines.append(f"{name} is {list(tensor.shape)}, the model's is {list(wanted[name].shape)}")
+        elif tensor.dtype != wanted[name].dtype and not convert:
+            lines.append(f"{name} is {tensor.dtype}, the model's is {wanted[name].dtype}; name a dtype to convert to")
+    if lines:
+        raise ValueError(f"{path} does not fit the model ({len(lines)} differences):\n  " + "\n  ".join(lines))
 
 
 def _near(name: str, known: list[str]) -> str:

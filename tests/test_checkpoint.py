@@ -79,3 +79,13 @@ def test_a_failed_save_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match=r"model.safetensors could not be written: .*No space left"):
         model(hidden_size=32).save(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_another_dtype_is_converted_only_when_asked(tmp_path: Path) -> None:
+    saved = model().to(torch.bfloat16)
+    saved.save(tmp_path)
+    with pytest.raises(ValueError, match=r"head.mlp.0.weight is torch.bfloat16, the model's is torch.float32"):
+        RankingModel.load(tmp_path)
+    assert torch.equal(
+        RankingModel.load(tmp_path, dtype=torch.float32).head.mlp[0].weight, saved.head.mlp[0].weight.float()
+    )

@@ -14,9 +14,9 @@ from packaging.utils import canonicalize_name
 PACKAGE = Path(__file__).parents[1] / "recexp"
 # Rooms of the package, lowest first: one may import those of lower tiers and those before it in its own tier.
 TIERS = [
-    ["registry", "config", "batch", "metadata", "devices"],
+    ["registry", "config", "batch", "metadata", "devices", "parallel"],
     ["layers", "cache"],
-    ["graphs", "checkpoint"],
+    ["graphs", "checkpoint", "peer_checkpoint"],
     ["model"],
     ["train", "export"],
     ["experiments", "serving"],

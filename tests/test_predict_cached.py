@@ -253,7 +253,7 @@ def load_state_dict(model: RankingModel, folder: Path) -> None:
 
 def load_checkpoint(model: RankingModel, folder: Path) -> None:
     other = RankingModel(model.config.model_copy(update={"seed": 9}))
-    checkpoint.load_weights(model, model.config, other.save(folder).parent)
+    checkpoint.load_weights(model, model.config, other.save(folder).parent, convert=True)
 
 
 def one_embedding(model: RankingModel, folder: Path) -> None:
