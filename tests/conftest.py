@@ -1,6 +1,9 @@
 """Options and skips that hold for every test."""
 
 import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,3 +30,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, skip in skips.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """exported(backbone, page_size) -> a folder with model/ (a checkpoint) and model.pt2, page_size 0: without a cache.
+
+    A package takes some 15 s to compile: each is made once in a session, by the command.
+    """
+    from typer.testing import CliRunner
+
+    from recexp.cli import app
+    from recexp.config import ModelConfig
+    from recexp.model import RankingModel
+
+    sizes = dict(num_items=50, max_history_pairs=10, hidden_size=32, num_heads=2, head_dim=16, max_candidates=12)
+    sizes |= dict(context={"user_id": 40, "age": 7}, mlp_size=16, embedding_size=8, head_sizes=[16])
+
+    @cache
+    def make(backbone: str, page_size: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"{backbone}_{page_size}")
+        RankingModel(ModelConfig.model_validate({**sizes, "backbone": backbone})).save(folder / "model")
+        command = ["export", str(folder / "model"), "--out", str(folder / "model.pt2"), "--max-users", "32"]
+        done = CliRunner().invoke(app, [*command, "--page-size", str(page_size)], catch_exceptions=False)
+        assert "attends by backend 'paged': 'padded' reads lengths on the host" in done.output
+        assert f"wrote {folder / 'model.pt2'} (" in done.output
+        return folder
+
+    return make
