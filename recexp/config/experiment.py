@@ -91,6 +91,17 @@ class DifferenceConfig(Strict):
     saved: list[Path] = []  # runs, of other machines say, that this one is compared with
 
 
+class EmbeddingsConfig(Strict):
+    """Tables and keys of ``embedding_cache``: float32 rows, keys by Zipf's law and those of the data's log."""
+
+    num_rows: Count = 200_000  # at least as many as the data's items
+    dim: Annotated[int, Field(ge=2, multiple_of=2)] = 128
+    num_keys: Count = 8192  # of a lookup
+    num_lookups: Annotated[int, Field(ge=5)] = 12  # different ones; the last four are timed
+    zipf_exponents: list[Annotated[float, Field(ge=0)]] = [0.0, 0.5, 0.8, 1.0, 1.2]  # 0: every key as often
+    cache_ratios: list[Annotated[float, Field(gt=0, lt=1)]] = [0.01, 0.05, 0.2]  # of engines that have a cache
+
+
 class ExperimentConfig(Strict):
     """One experiment: its notebook, and everything the notebook needs."""
 
@@ -106,6 +117,7 @@ class ExperimentConfig(Strict):
     graphs: GraphConfig = GraphConfig()
     replay: ReplayConfig = ReplayConfig()
     difference: DifferenceConfig = DifferenceConfig()
+    embeddings: EmbeddingsConfig = EmbeddingsConfig()
     sweep: SweepConfig | None = None
 
     @model_validator(mode="after")

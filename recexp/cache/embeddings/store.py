@@ -78,7 +78,7 @@ class EmbeddingStore(ABC):
         on a GPU checking waits for the device."""
         self._check_form(keys)
         if not checked:
-            self.check_keys(keys)
+            self._check_values(keys)
         self.num_keys += len(keys)
         return self._gather(keys) if len(keys) else self._zeros(0)
 
@@ -114,6 +114,9 @@ class EmbeddingStore(ABC):
         """Raise ValueError for keys that ``lookup`` refuses; they may lie on the CPU, where checking waits for nothing
         (unless unknown keys are an error)."""
         self._check_form(keys, from_host=True)
+        self._check_values(keys)
+
+    def _check_values(self, keys: Tensor) -> None:
         self._check_range(keys)
         if self.unknown == "error" and not bool((known := self.known[keys.to(self.device)]).all()):
             key = int(keys[int((~known).nonzero()[0])])
@@ -128,7 +131,10 @@ class EmbeddingStore(ABC):
             raise ValueError(f"keys lie on {keys.device}, the store on {self.device}: move them there")
 
     def _check_range(self, keys: Tensor) -> None:
-        low, high = torch.stack(keys.aminmax()).tolist() if len(keys) else (0, 0)
+        if not len(keys):
+            return
+        ends = keys.aminmax()
+        low, high = torch.stack(ends).tolist() if keys.is_cuda else map(int, ends)  # on a GPU one wait, not two
         if low < 0 or high >= self.num_rows:
             wrong = low if low < 0 else high
             raise ValueError(f"key {wrong} is out of range: num_rows is {self.num_rows}, keys are 0 to num_rows - 1")
