@@ -69,7 +69,7 @@ def test_derived_values_are_written_out() -> None:
         ("kind: data\ndataset: movielens\n", "needs folder"),
         ("kind: data\ntasks: []\n", "tasks is empty"),
         ("kind: modle\nnum_items: 5\n", "kind 'modle'; did you mean 'model'?"),
-        ("num_items: 5\n", "kind None; known: data, experiment, model, training"),
+        ("num_items: 5\n", "kind None; known: data, experiment, model, serving, training"),
         ("- 1\n- 2\n", "holds a list, not a mapping"),
         ("", "holds a NoneType, not a mapping"),
         ("a: [1\n", "is not valid YAML"),

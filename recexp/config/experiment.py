@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from recexp.config.base import Count, Counts, Dtype, Name, Positive, Strict
 from recexp.config.data import DataConfig, TrainingConfig
 from recexp.config.model import ModelConfig
+from recexp.config.serving import LoadConfig, ServingConfig
 from recexp.config.sweep import SweepConfig
 
 
@@ -72,7 +73,7 @@ class GraphConfig(Strict):
 
 
 class ReplayConfig(Strict):
-    """The requests of ``cuda_graphs``: the longest history, cached but for its newest pairs."""
+    """Requests of ``cuda_graphs`` (the longest history) and ``compare_backbones``, cached but for the newest pairs."""
 
     dtype: Dtype = "bfloat16"
     page_size: Count = 32
@@ -118,6 +119,8 @@ class ExperimentConfig(Strict):
     replay: ReplayConfig = ReplayConfig()
     difference: DifferenceConfig = DifferenceConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
+    serving: ServingConfig = ServingConfig()
+    load: LoadConfig = LoadConfig()
     sweep: SweepConfig | None = None
 
     @model_validator(mode="after")

@@ -28,3 +28,11 @@ class ServingConfig(Strict):
     max_queue: Count = 64  # requests that wait for a model; more are refused
     timeout_ms: Count = 1000  # a request that waited longer is refused
     latency_buckets_ms: Annotated[list[Positive], Field(min_length=1)] = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]
+
+
+class LoadConfig(Strict):
+    """The load of ``serving``: after a warm-up every rate gets the next requests of the log, on every path the same."""
+
+    num_warm: Count = 2000  # requests answered one by one before
+    rates: Annotated[list[Positive], Field(min_length=1)] = [50, 100, 200, 300, 400]  # requests a second
+    seconds: Positive = 4.0  # of each rate

@@ -1,0 +1,1 @@
+"""Serving through Triton Inference Server: README.md beside this file tells how."""

@@ -1,0 +1,34 @@
+"""``sparse``: ids → embedded tokens, on the sequence stage alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recexp.batch import SequenceBatch
+from recexp.layers.sequence import token_layout
+from recexp.serving.models.common import Model, join, read_batch
+
+
+class TritonPythonModel(Model):
+    def initialize(self, args: Mapping[str, str]) -> None:
+        super().initialize(args)
+        del self.model.backbone, self.model.head
+
+    def read(self, request: Any) -> SequenceBatch:
+        return read_batch(request, self.model)
+
+    def answer(self, given: Sequence[SequenceBatch]) -> list[dict[str, Tensor]]:
+        config, batch = self.model.config, join(given)
+        self.model.check(batch)
+        batch = batch.windowed(config.max_history_pairs, config.window_hop or 1)
+        layout = token_layout(batch, len(config.context))
+        with torch.inference_mode():
+            values = self.model.sequence(batch.to(self.model.device), layout).values
+        users = [one.batch_size for one in given]
+        lengths = torch.from_numpy(layout.seq_offsets).diff().split(users)
+        parts = values.split([int(part.sum()) for part in lengths])
+        return [{"VALUES": part, "SEQ_LENGTHS": one} for part, one in zip(parts, lengths, strict=True)]

@@ -1,0 +1,97 @@
+"""A real Triton server on the loopback address, one a backbone, for all tests that leave it as it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from recexp import RankingModel, SequenceBatch
+from recexp.config import ModelConfig, ServingConfig
+
+pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed: pip install 'recexp[serving]'")
+
+from recexp.serving.builder import build
+from recexp.serving.client import Client
+from recexp.serving.server import Server, environment, serve
+
+PAGE_SIZE, MAX_PAIRS, MAX_CANDIDATES, NUM_ITEMS = 4, 20, 12, 60
+
+
+def make_model(backbone: str, **changes: object) -> RankingModel:
+    config = {
+        "backbone": backbone,
+        "num_items": NUM_ITEMS,
+        "context": {"user_id": 1000, "age": 3},
+        "hidden_size": 16,
+        "head_dim": 8,
+        "max_history_pairs": MAX_PAIRS,
+        "window_hop": 5,
+        "max_candidates": MAX_CANDIDATES,
+        "embedding_std": 1.0,  # so that every token matters to the logits
+    }
+    return RankingModel(ModelConfig(**config | changes), dtype=torch.float64)
+
+
+@contextmanager
+def served(model: RankingModel, folder: Path, *names: str, **serving: object) -> Iterator[Server]:
+    """A server of the model in float64, pages of PAGE_SIZE tokens."""
+    config = ServingConfig(dtype="float64", page_size=PAGE_SIZE, **serving)
+    build(model.save(folder / "checkpoint").parent, folder / "models", config)
+    with serve(folder / "models", names or ("*",)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def triton() -> None:
+    """Skips where no server can run."""
+    try:
+        environment()
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def servers(triton: None, tmp_path_factory: pytest.TempPathFactory):
+    """Name of a backbone → its model and its server, started when first asked for."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def get(backbone: str) -> tuple[RankingModel, Server]:
+            model = make_model(backbone)
+            return model, stack.enter_context(served(model, tmp_path_factory.mktemp(backbone), num_pages=513))
+
+        yield get
+
+
+@pytest.fixture(params=["hstu", "transformer"])
+def both(request: pytest.FixtureRequest, servers) -> tuple[RankingModel, Server]:
+    return servers(request.param)
+
+
+@pytest.fixture
+def hstu(servers) -> tuple[RankingModel, Server]:
+    return servers("hstu")
+
+
+@pytest.fixture(params=["http", "grpc"])
+def client(request: pytest.FixtureRequest, hstu) -> Iterator[Client]:
+    with Client(getattr(hstu[1], request.param)) as client:
+        yield client
+
+
+def request_of(user: int, pairs: int, candidates: int = 3, seed: int = 0) -> SequenceBatch:
+    """A user's request; the same user and seed have the same history, of which this is the beginning."""
+    random = torch.Generator().manual_seed(1000 * seed + user)
+    items = torch.randint(NUM_ITEMS, (100,), generator=random).tolist()
+    actions = torch.randint(6, (100,), generator=random).tolist()
+    wanted = torch.randint(NUM_ITEMS, (candidates,), generator=random).tolist()
+    return SequenceBatch.from_lists([user], [items[:pairs]], [actions[:pairs]], [wanted], {"age": [user % 3]})
+
+
+def relative(tested, reference: torch.Tensor) -> float:
+    return float((torch.tensor(tested) - reference).norm() / reference.norm())

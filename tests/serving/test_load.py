@@ -1,0 +1,132 @@
+"""The load generator against the real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recexp import cli
+from recexp.serving.client import Client
+from recexp.serving.load import load, summarise
+from recexp.serving.server import serve
+
+from .conftest import make_model, relative, request_of, served
+from .test_lifecycle import children
+
+
+@pytest.fixture(scope="module")
+def log() -> list:
+    return [request_of(700 + i % 8, 2 + i // 8) for i in range(120)]
+
+
+def test_requests_leave_by_the_clock_and_are_all_answered(hstu, log) -> None:
+    model, server = hstu
+    frame = load(server.grpc, log, 100, max_seconds=10)
+    assert len(frame) == 120 and set(frame["status"]) == {"ok"}
+    assert np.allclose(frame["due_s"], np.arange(120) / 100)
+    assert (frame["sent_s"] >= frame["due_s"]).all() and (frame["done_s"] > frame["sent_s"]).all()
+    assert np.allclose(frame["latency_ms"], 1e3 * (frame["done_s"] - frame["due_s"]))
+    for logits, batch in zip(frame["logits"], log, strict=True):
+        assert relative(logits, model.predict(batch)) < 1e-12
+    assert (frame["tier"][:8] == "miss").all() and (frame["tier"][8:] == "device").mean() > 0.8
+    found = summarise(frame)
+    assert found["count"] == 120 and found["lost_share"] == 0 and 60 < found["answered_per_s"] < 120
+    assert found["p50_ms"] == frame["latency_ms"].median() <= found["p90_ms"] <= found["p99_ms"]
+    uncached = load(server.grpc, log[:20], 100, cache=False)
+    assert set(uncached["tier"]) == {"none"}
+
+
+def test_time_and_count_are_bounds(hstu, log) -> None:
+    assert len(load(hstu[1].grpc, log, 50, max_seconds=0.3)) == 15
+    assert len(load(hstu[1].grpc, log[:5], 50, max_seconds=60)) == 5
+
+
+def test_a_stall_is_in_the_latency_of_every_request_that_was_due_meanwhile(triton, log, tmp_path: Path) -> None:
+    """The model's process is stopped for a second. Whoever waits for answers would have sent one request less; here all
+    that were due keep their time, and the requests behind the stall are late by what is left of it."""
+    with served(make_model("hstu"), tmp_path, "ranking", timeout_ms=60_000, max_queue=1000) as server:
+        (stub,) = children(server.process.pid)
+        timers = [threading.Timer(at, os.kill, (stub, s)) for at, s in ((0.8, signal.SIGSTOP), (1.8, signal.SIGCONT))]
+        for timer in timers:
+            timer.start()
+        start = time.perf_counter()
+        frame = load(server.grpc, log, 50, max_seconds=10)
+        took = time.perf_counter() - start
+        assert set(frame["status"]) == {"ok"} and took < 10
+        assert (frame["sent_s"] - frame["due_s"]).max() < 0.3  # nobody waits for answers
+        late = frame[frame["latency_ms"] > 100]
+        assert 25 < len(late) < 75 and late["latency_ms"].max() > 700
+        assert late["latency_ms"].mean() == pytest.approx(late["latency_ms"].max() / 2, rel=0.4)
+
+        stopped = [request_of(1, 3)] * 4  # and of a process that never answers
+        os.kill(stub, signal.SIGSTOP)
+        try:
+            start = time.perf_counter()
+            frame = load(server.grpc, stopped, 100, timeout_s=1)
+            assert time.perf_counter() - start < 5
+            assert frame["status"].str.contains("Deadline").all() and summarise(frame)["lost_share"] == 1
+        finally:
+            os.kill(stub, signal.SIGCONT)
+
+
+def test_users_are_routed_by_their_id(triton, tmp_path: Path, log) -> None:
+    """Two ranking models, each with a cache of its own, as on two GPUs."""
+    names = ["ranking_0", "ranking_1"]
+    model = make_model("transformer")
+    with served(model, tmp_path, *names, devices=["cpu", "cpu"]) as server:
+        frame = load(server.grpc, log, 100, models=names)
+        assert set(frame["status"]) == {"ok"} and (frame["tier"] != "miss").mean() > 0.8
+        with Client(server.grpc) as client:
+            for user in (700, 701):
+                batch = request_of(user, 16)
+                tiers = [client.predict(batch, names[(user + i) % 2]).tiers for i in range(2)]
+                assert tiers == [["device"], ["miss"]]
+
+
+@pytest.mark.parametrize(
+    ("url", "rate", "message"),
+    [
+        ("http://127.0.0.1:8000", 1, "write grpc://HOST:PORT"),
+        ("grpc://192.0.2.1:8001", 1, "192.0.2.1 is another machine; if you may load it, say so: --allow-remote"),
+        ("grpc://example.invalid:8001", 1, "example.invalid is another machine"),
+        ("grpc://127.0.0.1:8001", 0, "at 0 a second"),
+        ("grpc://127.0.0.1:8001", float("inf"), "at inf a second"),
+    ],
+)
+def test_refusals(url: str, rate: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(url, [request_of(1, 1)], rate)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["recexp", "serving", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0)
+
+
+def test_the_commands(
+    triton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_model("hstu", context={}).save(tmp_path / "checkpoint").parent
+    assert call(monkeypatch, "build", folder, tmp_path / "models", "--set", "num_pages=65") == 0
+    assert "sparse, dense, ensemble, ranking" in capsys.readouterr().out
+    assert call(monkeypatch, "build", folder, tmp_path / "models") == 2
+    data = tmp_path / "data.yaml"
+    data.write_text("kind: data\ndataset: synthetic\nsynthetic: {num_users: 30, num_items: 60}\n")
+    with serve(tmp_path / "models", ["ranking"]) as server:
+        assert call(monkeypatch, "probe", server.http) == 0
+        assert call(monkeypatch, "probe", server.http, "--model", "nothing") == 1
+        capsys.readouterr()
+        options = ("--rate", 60, "--seconds", 1, "--data", data, "--out", tmp_path / "out")
+        assert call(monkeypatch, "load", server.grpc, *options) == 0
+    printed = capsys.readouterr().out
+    assert "p99_ms" in printed and "count           60" in printed
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"requests.csv", "latency.png"}
+    assert call(monkeypatch, "load", "grpc://192.0.2.1:1", *options) == 2
