@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -15,12 +15,11 @@ from recexp.config.sweep import SweepConfig
 
 
 class MeasureConfig(Strict):
-    """What ``compare_backbones`` measures, and how long a point may take."""
+    """Which points are measured, and how long one may take."""
 
     batch_sizes: Counts = [1, 4, 16]
     history_pairs: Counts = [10]  # none above a model's max_history_pairs
     num_candidates: Count = 10
-    dtypes: Annotated[list[Dtype], Field(min_length=1)] = ["float64", "float32", "bfloat16"]
     min_runs: Count = 10
     max_runs: Count = 50
     max_seconds: Positive = 1.0  # per point
@@ -33,6 +32,11 @@ class MeasureConfig(Strict):
                 f"min_runs {self.min_runs} exceeds max_runs {self.max_runs}; lower min_runs or raise max_runs"
             )
         return self
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The arguments of ``measure``."""
+        return self.model_dump(include={"min_runs", "max_runs", "max_seconds"})
 
 
 class CacheConfig(Strict):

@@ -103,7 +103,6 @@ def latencies(
     dtype = getattr(torch, experiment.replay.dtype)
     new, candidates = 2 * experiment.replay.new_pairs, setting.num_candidates
     cached = config.max_history_tokens - new
-    limits = setting.model_dump(include={"min_runs", "max_runs", "max_seconds"})
     columns = model_columns(name, model, experiment.replay.page_size) | {"tier": "device", "new_tokens": new}
     columns |= {"history_pairs": config.max_history_pairs, "cached_tokens": cached}
     flops = request_flops(model, cached, new, candidates)
@@ -124,7 +123,7 @@ def latencies(
                     reason = "logits differ from those of the static buffers" if not right else f"error {error:.1e}"
                     rows.append(row("wrong", mode=mode, reason=reason, error=error, **columns))
                     continue
-                latency = measure(call, request.inputs, device=device, **limits)
+                latency = measure(call, request.inputs, device=device, **setting.limits)
                 rates = achieved(latency, ceilings(device, dtype), flops=batch_size * flops)
                 rows.append(row("ok", latency=latency, mode=mode, error=error, **columns, **rates))
                 if device.type == "cuda":

@@ -135,8 +135,8 @@ def latencies(models: Mapping[str, RankingModel], frame: pd.DataFrame, experimen
         error = float(np.sqrt(group["squares"].sum() / group["norm"].sum()))
         if tier != "none":
             wasted = -history % experiment.cache.page_size
-            columns |= {"num_pages": num_pages, "host_pages": host_pages, "wasted_share": wasted / max(history + wasted, 1)}
-            columns["error"] = error
+            columns |= {"num_pages": num_pages, "host_pages": host_pages, "error": error}
+            columns["wasted_share"] = wasted / max(history + wasted, 1)
         if not error <= LIMITS[dtype]:
             reason = f"logits differ from uncached ones by more than {LIMITS[dtype]}"
             rows.append(row("wrong", reason=reason, **columns))
@@ -192,10 +192,9 @@ def _onload_alone(model: RankingModel, num_tokens: int, experiment: ExperimentCo
     cache = make_cache(model, config, num_pages + 1, num_pages + config.host_chunk_pages)
     with cache.request([0], [np.zeros(num_tokens, np.int64)], weights_version=0) as plan:
         job = (0, plan.pages[0])
-    limits = experiment.measure.model_dump(include={"min_runs", "max_runs", "max_seconds"})
 
     def onload() -> None:
         cache.host.onload([job])
         cache.host.fence()
 
-    return num_pages, measure(onload, [()], device=model.device, **limits).p50_ms
+    return num_pages, measure(onload, [()], device=model.device, **experiment.measure.limits).p50_ms

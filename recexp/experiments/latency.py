@@ -145,8 +145,7 @@ def _point(
         columns["error"] = difference(tested, expected).relative
         if not equal(tested, expected, dtype, plain):
             return row("wrong", reason=f"logits differ from float64 by {columns['error']:.1e}", **columns)
-        limits = setting.model_dump(include={"min_runs", "max_runs", "max_seconds"})
-        latency = measure_undisturbed(fn, inputs, device=model.device, **limits)
+        latency = measure_undisturbed(fn, inputs, device=model.device, **setting.limits)
     except ValueError as error:
         return row("refused", reason=str(error), **columns)
     except torch.OutOfMemoryError as error:
