@@ -36,15 +36,19 @@ CANDIDATES = {
     ("triton", 256): [(64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2)],
 }  # fmt: skip
 CANDIDATES["triton", 64] = CANDIDATES["triton", 128]
-PAGES = {"none": None, "whole": 64, "part": 16}
+PAGES = {"none": None, "whole": 64, "part": 16, "whole few": 64}
 
 
 def shapes() -> Iterator[tuple[str, int, str, str, Shape]]:
-    """(kernel, head_dim, weighting, pages) and what each is timed on: users with a cache, or whole sequences."""
+    """(kernel, head_dim, weighting, pages) and what each is timed on: users with a cache (few: one), or whole
+    sequences."""
     for kernel, dim in CANDIDATES:
         for weighting in ("silu", "softmax"):
             for pages, page_size in PAGES.items():
-                shape = Shape(8, 1024 // dim, dim, page_size=page_size, weighting=weighting)
+                few = "few" in pages
+                if few and kernel == "gluon":
+                    continue
+                shape = Shape(1 if few else 8, 1024 // dim, dim, page_size=page_size, weighting=weighting)
                 if page_size is None:
                     shape = replace(shape, new=2048, cached=0)
                 yield kernel, dim, weighting, pages, shape

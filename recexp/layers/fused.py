@@ -29,6 +29,8 @@ if triton.AVAILABLE:
     from recexp.layers.kernels.layer_norm import layer_norm
     from recexp.layers.kernels.projection import projection
 
+# of a projection: rows, columns, inner step, warps, stages
+TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 5))
 LAUNCHERS = {"triton": triton, "gluon": gluon}
 
 
@@ -45,26 +47,23 @@ def project(
     """x [T, K], weight [N, K] -> [T, N]; see kernels.projection."""
     num_rows, (width, depth) = x.shape[0], weight.shape
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    rows, columns, warps, stages = projection_tiles(num_rows, width, x)
+    rows, columns, step, warps, stages = projection_tiles(num_rows, width, x)
     projection[(cdiv(num_rows, rows) * cdiv(width, columns),)](
         x, weight, bias, residual, out, table, slots, num_rows, table.shape[2] if table is not None else 1, x.stride(0),
-        residual.stride(0) if residual is not None else 0, width, depth, rows, columns,
-        32 if x.dtype == torch.float32 else 64, 16, silu, table is not None,
-        x.dtype != torch.float32 and not triton.INTERPRETED, pdl := triton.overlaps(x), num_warps=warps,
-        num_stages=stages, launch_pdl=pdl,
+        residual.stride(0) if residual is not None else 0, width, depth, rows, columns, step, 16, silu,
+        table is not None, x.dtype != torch.float32 and not triton.INTERPRETED, pdl := triton.overlaps(x),
+        num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def projection_tiles(num_rows: int, width: int, x: Tensor) -> tuple[int, int, int, int]:
-    """rows, columns, warps and stages: the largest tiles that still give every multiprocessor one."""
+def projection_tiles(num_rows: int, width: int, x: Tensor) -> tuple[int, int, int, int, int]:
+    """The largest of TILES that still give every multiprocessor one, else the last."""
     if x.dtype == torch.float32:
-        return 32, 32, 4, 2
+        return 32, 32, 32, 4, 2
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    for rows, columns, warps, stages in ((128, 256, 8, 3), (128, 128, 4, 3), (64, 128, 4, 4)):
-        if cdiv(num_rows, rows) * (width // columns) >= processors:
-            return rows, columns, warps, stages
-    return 64, 64, 4, 5
+    fitting = (t for t in TILES if cdiv(num_rows, t[0]) * (width // t[1]) >= processors)
+    return next(fitting, TILES[-1])
 
 
 def fused_hstu_layer(

@@ -28,26 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from recexp.layers.kernels import attention as plain
 from recexp.layers.kernels.gluon_interface import copy_in, reinterpret, thread_barrier
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LOWEST = gl.constexpr(-1.0e30)
+LOG2E, LOWEST = plain.LOG2E, plain.LOWEST
 WARPGROUP = gl.constexpr(64)  # rows of one consumer
 SLAB = gl.constexpr(64)  # columns of one 128-byte swizzled slab of a tile
 TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
-find_user, wait_for_previous = gluon.jit(plain.find_user.fn), gluon.jit(plain.wait_for_previous.fn)
-
-
-@gluon.jit
-def silu(x):
-    """x * sigmoid(x) by one tanh instruction, 2^-11 relative."""
-    half = 0.5 * x
-    tanh = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=gl.float32, is_pure=True, pack=1)
-    return half * tanh + half
-
-
-@gluon.jit
-def silu_exact(x):
-    return x / (1.0 + gl.exp2(-x * LOG2E))
+find_user, silu = gluon.jit(plain.find_user.fn), gluon.jit(plain.silu.fn)
+wait_for_previous = gluon.jit(plain.wait_for_previous.fn)
 
 
 @gluon.jit
@@ -127,7 +114,7 @@ def weigh(scores, top, total, first, limit, alpha, SOFTMAX, MASKED, KEYS, S):
         weights = gl.exp2(scores * (alpha * LOG2E) - new_top[:, None])
         shrink = gl.exp2(top - new_top)
         return weights, new_top, total * shrink + gl.sum(weights, 1), shrink
-    return silu(scores * alpha), top, total, total
+    return silu(scores * alpha, True), top, total, total
 
 
 @gluon.jit
@@ -194,7 +181,7 @@ def consume(W, tensors, shared, tile, sizes, H, D, KEYS, STAGES, SPLIT, SOFTMAX)
             top = gl.where(candidate, gl.convert_layout(own, gl.SliceLayout(1, S)) * LOG2E, LOWEST)
             total = gl.where(candidate, 1.0, 0.0)
         else:
-            acc = acc * gl.convert_layout(silu_exact(own), gl.SliceLayout(1, A))[:, None]
+            acc = acc * gl.convert_layout(silu(own, False), gl.SliceLayout(1, A))[:, None]
     steps = high - low
     if steps > 0:
         limit = gl.minimum(history - new + s_row + 1, history)
