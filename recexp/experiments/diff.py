@@ -15,7 +15,7 @@ from recexp.experiments.plots import PALETTE, Plot, in_words, note, plain, style
 from recexp.experiments.record import SHAPES, SavedRun, load_run
 
 KEYS = ("backbone", "backend", "dtype", "mode", "tier", *SHAPES)
-SHOWN = ("status", "reason", "device", "p10_ms", "p50_ms", "p90_ms", "share", "error")
+SHOWN = ("status", "reason", "device", "p10_ms", "p50_ms", "p90_ms", "tflops_share", "gbps_share", "error")
 FAULTS = ("slower", "lost")
 COLOURS = {"slower": PALETTE[1], "lost": PALETTE[1], "faster": PALETTE[2], "within noise": "#888888"}
 LEAST = 1.03  # times slower: within it two blocks of one warm-up count as equal (recexp.experiments.measure)
@@ -31,18 +31,19 @@ def compare_runs(a: SavedRun, b: SavedRun) -> pd.DataFrame:
     names = [run.manifest["experiment"] for run in (a, b)]
     if names[0] != names[1]:
         raise ValueError(f"{a.path} is a run of {names[0]}, {b.path} of {names[1]}: compare runs of one experiment")
-    frames = [run.measurements.assign(share=_share(run.measurements)) for run in (a, b)]
-    keys = [key for key in KEYS if all(key in frame for frame in frames)]
+    keys = [key for key in KEYS if all(key in run.measurements for run in (a, b))]
+    frames = [run.measurements.reindex(columns=[*keys, *SHOWN]) for run in (a, b)]
     plain = [key for key in keys if key != "backend"]
     if not any(frame.duplicated(plain).any() for frame in frames):
         keys = plain
-    numbered = [f.assign(repeat=f.groupby(keys, dropna=False).cumcount())[[*keys, "repeat", *SHOWN]] for f in frames]
-    found = numbered[0].merge(
-        numbered[1], "outer", [*keys, "repeat"], suffixes=("_a", "_b"), indicator="where", sort=False
-    )
+    left, right = (frame.assign(repeat=frame.groupby(keys, dropna=False).cumcount()) for frame in frames)
+    right = right[[*keys, "repeat", *SHOWN]]  # the other's backend is none of its columns where it is no key
+    found = left[right.columns].merge(right, "outer", [*keys, "repeat"], suffixes=("_a", "_b"), indicator="where")
     elsewhere = (found["device_a"] != found["device_b"]).fillna(True)
     slower = found["p50_ms_b"] / found["p50_ms_a"]
-    found["change"] = slower.where(~elsewhere, found["share_a"] / found["share_b"]).astype(float)
+    shares = [found[f"{kind}_share_a"] / found[f"{kind}_share_b"] for kind in ("tflops", "gbps")]
+    by_copies = (found["gbps_share_a"].fillna(0) > found["tflops_share_a"].fillna(0)).astype(bool)  # what bounds it
+    found["change"] = slower.where(~elsewhere, shares[0].where(~by_copies, shares[1])).astype(float)
     found["change_low"] = found["change"] * (found["p10_ms_b"] / found["p90_ms_a"] / slower).astype(float)
     found["change_high"] = found["change"] * (found["p90_ms_b"] / found["p10_ms_a"] / slower).astype(float)
     lost = (found["status_a"] == "ok") & (found["status_b"] != "ok") & ~((found["status_b"] == "refused") & elsewhere)
@@ -57,11 +58,6 @@ def compare_runs(a: SavedRun, b: SavedRun) -> pd.DataFrame:
     conditions = [rule.fillna(False).to_numpy(bool) for rule in rules.values()]
     found["verdict"] = np.select(conditions, list(rules), default="")
     return found.drop(columns=["where", *(["repeat"] if not found["repeat"].any() else [])])
-
-
-def _share(frame: pd.DataFrame) -> pd.Series:
-    """The larger share of a ceiling: of what bounds the point, if anything of the two does."""
-    return frame.reindex(columns=["tflops_share", "gbps_share"]).astype(float).max(axis=1)
 
 
 @style
@@ -106,7 +102,9 @@ def diff(run_a: Path, run_b: Path, out: Path | None = None) -> bool:
     for kind in ("png", "svg"):
         figure.savefig(out / f"diff.{kind}", dpi=150)
     told = found[~found["verdict"].isin(["", "within noise"])].sort_values("change", ascending=False)
-    told = told.loc[:, ~told.columns.str.contains("p10|p90|device|status_a|reason_a|error")].dropna(axis=1, how="all")
+    told = told.loc[:, ~told.columns.str.contains("p10|p90|device|status_a|reason_a|error|gbps")].dropna(
+        axis=1, how="all"
+    )
     print(title, *([told.to_string(index=False)] if len(told) else []), sep="\n")
     print(", ".join(f"{n} {v or 'not compared'}" for v, n in found["verdict"].value_counts().items()) + f"; see {out}")
     return not found["verdict"].isin(FAULTS).any()

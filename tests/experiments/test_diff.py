@@ -83,6 +83,13 @@ def test_other_devices_are_judged_by_their_ceilings(tmp_path: Path) -> None:
     assert found.loc[1, "change"] == pytest.approx(2) and found.loc[1, "change_low"] == pytest.approx(2 * 9.9 / 10.1)
 
 
+def test_what_bounds_a_point_is_compared_with_its_like(tmp_path: Path) -> None:
+    """Bound by copies in a: judged by its share of them, whatever became of the other share."""
+    a = saved(tmp_path, timed(1, 1, 1, 1, tflops_share=0.1, gbps_share=0.8))
+    b = saved(tmp_path, timed(1, 1, 1, 1, tflops_share=0.5, gbps_share=0.4, device="B200"))
+    assert compare_runs(a, b)["change"].tolist() == [pytest.approx(2)]
+
+
 def test_backends_and_repeats_tell_points_apart_only_where_they_must(tmp_path: Path) -> None:
     a = saved(tmp_path, timed(1, 1, 1, 1), timed(1, 3, 3, 3, backend="padded"), timed(2, 1, 1, 1), timed(2, 5, 5, 5))
     b = saved(tmp_path, timed(1, 3, 3, 3, backend="padded"), timed(1, 1, 1, 1), timed(2, 1, 1, 1), timed(2, 5, 5, 5))
