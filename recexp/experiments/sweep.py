@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import cloudpickle
@@ -108,43 +107,41 @@ def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataF
         validate(kind.config, values, f"sweep.point {sweep.point}: {label(sweep, values)}")
     path = folder / "points.jsonl"
     done = read_journal(path)
-    left = deque(values for values in found if key_of(values) not in done)
-    bar = tqdm(total=len(found), initial=len(found) - len(left), desc=sweep.point, disable=quiet, smoothing=0.1)
-    if not left:
-        return _rows(found, done)
+    left = [values for values in found if key_of(values) not in done]
     engine: Any = ray_workers if sweep.engine == "ray" else process_workers
-    with (
-        bar,
-        path.open("a") as journal,
-        engine(sweep, cloudpickle.dumps(kind)) as workers,
-        ThreadPoolExecutor(len(workers)) as threads,
-    ):
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        stopped = threading.Event()
+    idle: SimpleQueue[Any] = SimpleQueue()
 
-        def serve(worker: Any) -> None:
-            while not stopped.is_set():
-                try:
-                    values = left.popleft()
-                except IndexError:
-                    return
-                bar.set_postfix_str(label(sweep, values))
-                begin = time.monotonic()
-                answer = worker.run(values)
-                if not stopped.is_set():
-                    entry = {"point": values, "seconds": round(time.monotonic() - begin, 3), "row": answer}
-                    journal.write(json.dumps(entry, default=lambda number: number.item()) + "\n")
+    def serve(values: dict[str, Any]) -> dict[str, Any]:
+        worker = idle.get()
+        bar.set_postfix_str(label(sweep, values))
+        begin = time.monotonic()
+        try:
+            answer = worker.run(values)
+        finally:
+            idle.put(worker)
+        return {"point": values, "seconds": round(time.monotonic() - begin, 3), "row": answer}
+
+    if left:
+        with (
+            tqdm(total=len(found), initial=len(done), desc=sweep.point, disable=quiet, smoothing=0.1) as bar,
+            path.open("a") as journal,
+            engine(sweep, cloudpickle.dumps(kind)) as workers,
+            ThreadPoolExecutor(len(workers)) as threads,
+        ):
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+            for worker in workers:
+                idle.put(worker)
+            try:
+                for served in as_completed([threads.submit(serve, values) for values in left]):
+                    journal.write(json.dumps(served.result(), default=lambda number: number.item()) + "\n")
                     journal.flush()
                     bar.update()
-
-        try:
-            for served in as_completed([threads.submit(serve, worker) for worker in workers]):
-                served.result()
-        finally:
-            stopped.set()
-            for worker in workers:
-                worker.close()
-    return _rows(found, read_journal(path))
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for worker in workers:
+                    worker.close()
+        done = read_journal(path)
+    return to_frame(done[key_of(values)]["row"] for values in found)
 
 
 def plan(sweep: SweepConfig, where: torch.device | devices.DeviceProfile | None) -> pd.DataFrame:
@@ -176,7 +173,3 @@ def read_journal(path: Path) -> dict[str, dict[str, Any]]:
     """Entries of a points.jsonl (point, seconds, row) by ``key_of`` their points, without a last line cut off."""
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
     return {key_of(entry["point"]): entry for entry in map(json.loads, whole.splitlines())}
-
-
-def _rows(found: list[dict[str, Any]], done: dict[str, dict[str, Any]]) -> pd.DataFrame:
-    return to_frame(done[key_of(values)]["row"] for values in found)
