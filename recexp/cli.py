@@ -141,6 +141,14 @@ def diff(
 
 
 @app.command()
+def train(config: Path, overrides: Overrides = [], quiet: Quiet = False) -> None:  # noqa: B006
+    """Train every model of an experiment, as running it would; under torchrun on every device of the machine."""
+    from recexp.experiments.quality import train_models
+
+    train_models(config, overrides, quiet)
+
+
+@app.command()
 def seeds(
     config: Path,
     overrides: Overrides = [],  # noqa: B006

@@ -2,7 +2,8 @@
 
 One random window a user and epoch: a prefix of the user's training interactions as history, the next few as candidates.
 The loss is binary cross-entropy on every item token, history and candidates alike: an item comes before its action, so
-its row sees no label. Trained checkpoints are kept by the hash of everything they came from.
+its row sees no label. Trained checkpoints are kept by the hash of everything they came from. Under torchrun every
+process computes its share of each batch's users, and the gradients are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
@@ -31,6 +34,7 @@ from recexp.data.metrics import ranking_metrics
 from recexp.data.requests import Requests, Splits, candidate_rows, labels, make_batch
 from recexp.layers import backbones
 from recexp.model import RankingModel
+from recexp.parallel import Processes, processes
 
 
 @dataclass(frozen=True)
@@ -93,9 +97,11 @@ def train(
             return Trained(RankingModel.load(folder, device), folder, json.loads(history_file.read_text()))
         except (ValueError, OSError) as error:  # JSON errors are ValueErrors
             print(f"the kept training {folder} is damaged and made anew: {error}")
-    model = RankingModel(config, device)
-    with _threads(training.num_threads):
-        history = _fit(model, data.tasks, training, interactions, splits, quiet)
+    with _threads(training.num_threads), processes(torch.device(device)) as group:
+        model = RankingModel(config, group.device)
+        history = _fit(model, data.tasks, training, interactions, splits, group, quiet or group.rank > 0)
+    if group.rank > 0:  # rank 0 writes, and every process has the same weights
+        return Trained(model, folder, history)
     folder.mkdir(parents=True, exist_ok=True)
     history_file.write_text(json.dumps(history))
     model.save(folder)
@@ -110,6 +116,7 @@ def _fit(
     training: TrainingConfig,
     interactions: Interactions,
     splits: Splits,
+    group: Processes,
     quiet: bool,
 ) -> list[dict[str, float]]:
     """Train in place; the model ends with its best averaged weights."""
@@ -126,19 +133,22 @@ def _fit(
     averaged = cast(RankingModel, average.module)
     full_batch = training.users_per_batch * model.config.max_history_pairs * len(tasks)
     best, best_weights, waited, history = -math.inf, None, 0, []
-    batches = _windows(interactions, splits.train_end, training)
+    batches = _windows(interactions, splits.train_end, training, group)
+    parallel: nn.Module = model
+    if group.count > 1:  # a process without users in a batch has parameters without gradients
+        parallel = DistributedDataParallel(model, find_unused_parameters=True)
     with tqdm(total=training.num_steps, desc=f"train {model.config.backbone}", disable=quiet, unit="step") as bar:
         for step in range(1, training.num_steps + 1):
             model.train()
             batch, actions = next(batches)
             batch = batch.windowed(model.config.max_history_pairs, model.config.window_hop or 1)
-            logits = model(batch, rows="items")
+            logits = parallel(batch, rows="items")
             wanted = torch.from_numpy(labels(_item_actions(batch, actions), tasks, interactions.action_values)).to(
                 logits.device
             )
             # A fixed divisor, so that every item token weighs the same, whatever batch it is in: the mean over a batch
-            # would favour users with short histories, who share batches.
-            loss = binary_cross_entropy_with_logits(logits, wanted, reduction="sum") / full_batch
+            # would favour users with short histories, who share batches. Between processes gradients are averaged.
+            loss = binary_cross_entropy_with_logits(logits, wanted, reduction="sum") / full_batch * group.count
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
@@ -148,9 +158,9 @@ def _fit(
             bar.update()
             if step % training.evaluate_every and step != training.num_steps:
                 continue
-            score = evaluate(averaged, tasks[:1], interactions, splits.validation)[0]["auc"]
-            history.append({"step": step, "loss": loss.item(), "validation_auc": score})
-            bar.set_postfix(loss=f"{loss.item():.3f}", validation_auc=f"{score:.4f}")
+            score = group.mean(evaluate(averaged, tasks[:1], interactions, splits.validation)[0]["auc"])
+            history.append({"step": step, "loss": group.mean(loss.item()), "validation_auc": score})
+            bar.set_postfix(loss=f"{history[-1]['loss']:.3f}", validation_auc=f"{score:.4f}")
             if score > best or best_weights is None:
                 best, waited = score, 0
                 best_weights = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
@@ -174,9 +184,10 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _windows(
-    interactions: Interactions, train_end: np.ndarray, training: TrainingConfig
+    interactions: Interactions, train_end: np.ndarray, training: TrainingConfig, group: Processes
 ) -> Iterator[tuple[SequenceBatch, np.ndarray]]:
-    """Endless batches of random windows; users of similar history lengths together, batches in random order."""
+    """Endless batches of random windows, of each batch this process's share; users of similar history lengths together,
+    batches in random order."""
     generator = np.random.default_rng(training.seed)
     users = np.flatnonzero(train_end >= 2)
     while True:
@@ -185,7 +196,7 @@ def _windows(
         order = np.argsort(cut, kind="stable")
         starts = np.arange(0, len(order), training.users_per_batch)
         for start in generator.permutation(starts):
-            rows = order[start : start + training.users_per_batch]
+            rows = order[start : start + training.users_per_batch][group.rank :: group.count]
             yield make_batch(interactions, Requests(users[rows], cut[rows], end[rows]))
 
 

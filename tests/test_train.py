@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from recexp import load_config
 from recexp.batch import SequenceBatch
 from recexp.config import DataConfig, ModelConfig, SyntheticConfig, TrainingConfig
 from recexp.data import load_interactions, make_splits
+from recexp.parallel import Processes
 from recexp.train import _item_actions, _windows, evaluate, predict_requests, train
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +73,7 @@ def test_an_interrupted_training_leaves_no_checkpoint(cache: Path, monkeypatch: 
 def test_windows_stay_inside_the_training_part_and_labels_follow_item_tokens() -> None:
     interactions = load_interactions(DATA)
     splits = make_splits(DATA, interactions)
-    windows = _windows(interactions, splits.train_end, SHORT)
+    windows = _windows(interactions, splits.train_end, SHORT, Processes(torch.device("cpu")))
     seen = set()
     for _ in range(20):
         batch, actions = next(windows)
@@ -93,3 +99,29 @@ def test_quality_on_movielens(name: str, auc: float, gauc: float) -> None:
     found = evaluate(trained.model, config.data.tasks, interactions, splits.test)[0]
     assert found["num_rows"] == 8374
     assert found["auc"] >= auc and found["gauc"] >= gauc
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Without dropout the gradients are the same sums: the loss of every step agrees but for rounding. Batches of one
+    user, an epoch's last ones, leave a process without any."""
+    config = tmp_path / "experiment.yaml"
+    models = {"hstu": SMALL.model_dump(mode="json"), "transformer": SMALL.model_dump(mode="json")}
+    models["transformer"]["backbone"] = "transformer"
+    training = SHORT.model_copy(update={"num_steps": 8, "evaluate_every": 1, "patience": 99, "users_per_batch": 59})
+    experiment = {"kind": "experiment", "name": "both", "notebook": "none.ipynb", "device": "cpu", "models": models}
+    experiment |= {"training": training.model_dump(mode="json"), "data": DATA.model_dump(mode="json")}
+    config.write_text(yaml.safe_dump(experiment | {"measure": {"history_pairs": [10]}}))
+    histories = []
+    for count in (1, 2):
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
+        done = subprocess.run(
+            [sys.executable, *launcher, "-m", "recexp", "train", str(config), "--quiet"],
+            env=os.environ | {"RECEXP_CACHE": str(tmp_path / str(count)), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        files = sorted((tmp_path / str(count)).glob("checkpoints/*/training.json"))
+        histories.append([[h["loss"] for h in json.loads(file.read_text())] for file in files])
+    assert len(histories[0]) == 2
+    assert np.allclose(*histories, rtol=1e-4, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from recexp.experiments.plots import Plot
 from recexp.experiments.record import start_run, to_frame
 from recexp.experiments.run import check_data, data_of, load_experiment
 from recexp.model import RankingModel
+from recexp.parallel import processes
 from recexp.train import predict_requests, train
 
 METRICS = {"auc": "AUC", "gauc": "GAUC", "ndcg": "NDCG@10"}
@@ -47,10 +49,8 @@ def quality(
     for t, task in enumerate(tasks):
         for name, logits in by_task.items():
             found = ranking_metrics(logits[:, t], wanted[:, t], requests.candidate_users)
-            rows += [
-                {"task": task.name, "model": name, "metric": label, "value": found[key], "seed": seed}
-                for key, label in METRICS.items()
-            ]
+            point = {"task": task.name, "model": name, "seed": seed}
+            rows += [{**point, "metric": label, "value": found[key]} for key, label in METRICS.items()]
     return pd.DataFrame(rows)
 
 
@@ -60,6 +60,20 @@ def quality_plot(frame: pd.DataFrame, task: str, title: str) -> Plot:
     random = frame[frame["model"] == "random"].groupby("metric")["value"].mean()
     chance = {"AUC": 0.5, "GAUC": 0.5, "NDCG@10": round(float(random["NDCG@10"]), 3)}
     return plot_quality(frame[frame["model"] != "random"], chance, title)
+
+
+def train_models(path: Path, overrides: Sequence[str], quiet: bool) -> None:
+    """Train every model of an experiment and keep the checkpoints, which running the experiment finds."""
+    config = load_experiment(path, overrides)
+    data, device = data_of(config), devices.resolve(config.device)
+    interactions = load_interactions(data, quiet)
+    splits = make_splits(data, interactions)
+    check_data(config, interactions, splits)
+    with processes(device) as group:
+        for name, model in config.models.items():
+            trained = train(model, data, config.training, interactions, splits, device=str(group.device), quiet=quiet)
+            if not group.rank:
+                print(f"{name}: {json.dumps(trained.history[-1])} in {trained.folder}")
 
 
 def seed_table(path: Path, overrides: Sequence[str], number: int, results: Path, quiet: bool) -> Path:
