@@ -172,7 +172,7 @@ def _cached(
     users = torch.arange(len(batches) * batch_size).split(batch_size)
     inputs = list(zip(batches, users, strict=True))
     if tier == "device":
-        inputs += [(_other_newest(batch, new_pairs, config.num_items), ids) for batch, ids in inputs]
+        inputs += [(other_newest(batch, new_pairs, config.num_items), ids) for batch, ids in inputs]
         for batch, ids in inputs:
             model.predict_cached(batch, ids)
     if mode != "eager":
@@ -190,7 +190,7 @@ def _cached(
     return miss, inputs
 
 
-def _other_newest(batch: SequenceBatch, new_pairs: int, num_items: int) -> SequenceBatch:
+def other_newest(batch: SequenceBatch, new_pairs: int, num_items: int) -> SequenceBatch:
     """The batch with another item in the first of each user's newest pairs."""
     items, first = batch.item_ids.clone(), offsets(batch.num_pairs)[1:] - new_pairs
     items[first] = (items[first] + 1) % num_items

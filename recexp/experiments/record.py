@@ -26,7 +26,7 @@ from recexp.registry import nearest
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "refused", "wrong", "out of memory", "timed out", "failed")
-MODES = ("eager", "graph", "segmented", "static")
+MODES = ("eager", "graph", "segmented", "static", "compiled", "package")
 TIERS = ("none", "device", "host", "partial", "miss", "mixed")
 
 TEXTS = ("status", "reason", "device", "device_id", "backbone", "backend", "dtype", "mode", "tier")
