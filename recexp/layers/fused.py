@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recexp.layers.attention import KV, AttentionCall, AttentionRequest, choose
 from recexp.layers.backends import gluon, triton
@@ -31,27 +31,22 @@ if triton.AVAILABLE:
 
 # of a projection: rows, columns, inner step, warps, stages
 TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 64, 64, 4, 5))
+Slots = tuple[Tensor, Tensor]
 LAUNCHERS = {"triton": triton, "gluon": gluon}
 
 
 def project(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    *,
-    silu: bool = False,
-    table: Tensor | None = None,
-    slots: Tensor | None = None,
+    x: Tensor, linear: nn.Linear, residual: Tensor | None = None, silu: bool = False, append: Slots | None = None
 ) -> Tensor:
-    """x [T, K], weight [N, K] -> [T, N]; see kernels.projection."""
-    num_rows, (width, depth) = x.shape[0], weight.shape
+    """x [T, in] -> [T, out]; append: the table, and the slots of layer_norm. See kernels.projection."""
+    num_rows, (width, depth) = x.shape[0], linear.weight.shape
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     rows, columns, step, warps, stages = projection_tiles(num_rows, width, x)
+    table, slots = append or (None, None)
     projection[(cdiv(num_rows, rows) * cdiv(width, columns),)](
-        x, weight, bias, residual, out, table, slots, num_rows, table.shape[2] if table is not None else 1, x.stride(0),
-        residual.stride(0) if residual is not None else 0, width, depth, rows, columns, step, 16, silu,
-        table is not None, x.dtype != torch.float32 and not triton.INTERPRETED, pdl := triton.overlaps(x),
+        x, linear.weight, linear.bias, residual, out, table, slots, num_rows, 1 if table is None else table.shape[2],
+        x.stride(0), 0 if residual is None else residual.stride(0), width, depth, rows, columns, step, 16, silu,
+        append is not None, x.dtype != torch.float32 and not triton.INTERPRETED, pdl := triton.overlaps(x),
         num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -94,19 +89,18 @@ def fused_hstu_layer(
         return torch.empty_like(x)
     with torch.cuda.device_of(x):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        table = slots = None
+        append: Slots | None = None
         lengths: list[Tensor | None] = [None] * 6
         if kv is not None:
-            table, metadata = kv
-            slots = torch.empty(num_tokens, dtype=torch.int64, device=x.device)
-            paging = (metadata.total_history_lengths, metadata.kv_indptr, metadata.kv_indices)
-            lengths = [slots, seq_offsets, num_candidates, *paging]
+            table, m = kv
+            append = table, torch.empty(num_tokens, dtype=torch.int64, device=x.device)
+            lengths = [append[1], seq_offsets, num_candidates, m.total_history_lengths, m.kv_indptr, m.kv_indices]
         norm = layer.input_norm
         layer_norm[(num_tokens,)](
             x, norm.weight, norm.bias, y, *lengths, norm.eps, num_candidates.shape[0], page_size or 1, x.stride(0),
             x.shape[1], next_power_of_2(x.shape[1]), kv is not None, pdl := triton.overlaps(x), launch_pdl=pdl,
         )  # fmt: skip
-        uvqk = project(y, layer.uvqk.weight, layer.uvqk.bias, silu=True, table=table, slots=slots)
+        uvqk = project(y, layer.uvqk, silu=True, append=append)
         u, v, q, k = uvqk.unflatten(-1, (4, num_heads, head_dim)).unbind(1)
         numbers = (layer.attention.alpha, layer.attention.scaling_seqlen, max_seqlen)
         parts = LAUNCHERS[name].launch(AttentionCall(q, k, v, seq_offsets, num_candidates, "silu", *numbers, kv))
@@ -117,4 +111,4 @@ def fused_hstu_layer(
             u.stride(0), 1 if parts.sums is None else parts.sums.shape[0], width, next_power_of_2(width), pdl,
             launch_pdl=pdl,
         )  # fmt: skip
-        return project(gated, layer.proj.weight, layer.proj.bias, x if layer.residual else None)
+        return project(gated, layer.proj, x if layer.residual else None)

@@ -5,7 +5,7 @@ Position p of user b: page `kv_indices[kv_indptr[b] + p // page_size]`, slot `p 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -28,8 +28,7 @@ class OnePass(KVMetadata):
 
     @classmethod
     def of(cls, metadata: KVMetadata, seq_offsets: Tensor, num_rows: int, page_size: int) -> OnePass:
-        return cls(**{f.name: getattr(metadata, f.name) for f in fields(KVMetadata)}, seq_offsets=seq_offsets,
-                   num_rows=num_rows, page_size=page_size)  # fmt: skip
+        return cls(**vars(metadata), seq_offsets=seq_offsets, num_rows=num_rows, page_size=page_size)
 
     @cached_property
     def targets(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
