@@ -146,7 +146,7 @@ def run_point(point: PageSizePoint, device: torch.device) -> dict[str, Any]:
     cached, total = point.cached, point.cached + point.new_tokens
     num_pages, width = int((-(-total // point.page_size)).sum()), point.num_heads * point.head_dim * dtype.itemsize
     num_tokens = users * (point.new_tokens + point.candidates)
-    count = int(np.clip(-(-ROTATED_BYTES[device.type] // (2 * int(total.sum()) * width)), 1, 64))
+    count = int(np.clip(-(-ROTATED_BYTES[device.type] // (2 * int(total.sum()) * width)), 1, 32))
     allocator = PageAllocator(1 + count * num_pages, point.page_size)
     if device.type == "cuda":
         np.random.default_rng(0).shuffle(allocator.free)  # as in a cache that has served for a while
