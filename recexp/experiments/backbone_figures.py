@@ -1,7 +1,7 @@
 """What compare_backbones shows: the data, training, quality, size, and one against the other."""
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 
 import numpy as np
 import pandas as pd
@@ -62,8 +62,7 @@ def plot_training(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> Plo
 def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = "Quality on the test requests") -> Plot:
     """Columns model, metric, value, and optionally seed: a panel a metric, a bar a model from chance[metric] (0 if not
     given) to the mean, its number, and the values of all seeds as dots with their range."""
-    models = list(frame["model"].unique())
-    metrics = frame["metric"].unique()
+    models, metrics = list(frame["model"].unique()), frame["metric"].unique()
     figure = Plot(3.6 * len(metrics) + 1, 1.6 + 0.4 * len(models))
     for axes, metric in zip(figure.panels(1, len(metrics), sharey=True), metrics, strict=True):
         seeds = frame[frame["metric"] == metric].groupby("model")["value"].agg(["mean", "min", "max", list])
@@ -91,20 +90,20 @@ def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = 
 def plot_sizes(frame: pd.DataFrame, title: str = "What a model costs") -> Plot:
     """Column model, and a column a quantity with its unit in the name ("KV cache, bytes per token"): a panel each."""
     quantities = [column for column in frame.columns if column != "model"]
-    figure = Plot(2.9 * min(len(quantities), 3) + 0.8, (1.3 + 0.35 * len(frame)) * -(-len(quantities) // 3))
-    panels = figure.panels(-(-len(quantities) // 3), min(len(quantities), 3), sharey=True)
-    for axes, quantity in zip(panels, quantities, strict=False):
+    columns = min(len(quantities), 3)
+    rows = -(-len(quantities) // columns)
+    figure = Plot(2.9 * columns + 0.8, (1.3 + 0.35 * len(frame)) * rows)
+    for axes, quantity in zip_longest(figure.panels(rows, columns), quantities):
+        if quantity is None:
+            axes.set_axis_off()
+            continue
         values = floats(frame[quantity])
         bars = axes.barh(frame["model"], values, color=list(islice(cycle(PALETTE), len(frame))), alpha=0.8)
-        texts = [f"{value:,.0f}" if value < 1e6 else EngFormatter(places=2)(value) for value in values]
-        axes.bar_label(
-            bars, ["none" if not value else text for value, text in zip(values, texts, strict=True)], padding=3
-        )
+        texts = [f"{x:,.0f}" if x < 1e6 else EngFormatter(places=2)(x) for x in values]
+        axes.bar_label(bars, [text if x else "none" for text, x in zip(texts, values, strict=True)], padding=3)
         axes.set_xlim(0, values.max() * 1.4 or 1)
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.set_xlabel(quantity)
-    for axes in panels[len(quantities) :]:
-        axes.set_axis_off()
     figure.axes[0].invert_yaxis()
     figure.suptitle(title)
     return figure
@@ -121,8 +120,9 @@ def plot_tradeoffs(frame: pd.DataFrame, title: str) -> Plot:
         for path, rows in mine[mine["p50_ms"].notna()].groupby("path", sort=False):
             p10, p50, p90 = (floats(rows[column]) for column in ("p10_ms", "p50_ms", "p90_ms"))
             left.errorbar(p50, rows["AUC"], xerr=[p50 - p10, p90 - p50], marker=paths[path], color=colour, lw=1)
+            below = list(paths).index(path) % 2
             for at in zip(p50, rows["AUC"], strict=True):
-                note(left, f"{at[0]:.3g}", at, (0, 6), color=colour)
+                note(left, f"{at[0]:.3g}", at, (0, -12 if below else 6), color=colour)
         sizes = mine.drop_duplicates("model")
         right.plot(sizes["MB"], sizes["AUC"], "o-", color=colour, label=layer)
         for row in sizes.to_dict("records"):

@@ -14,6 +14,7 @@ from recexp.data.requests import Requests, make_batch
 from recexp.experiments.measure import request_flops
 from recexp.model import RankingModel
 
+MEMORY = "bytes of weights and 1,000 cached users"
 TIE = 0.01  # of AUC or GAUC: about what another seed changes
 
 
@@ -27,18 +28,12 @@ def sizes(models: Mapping[str, RankingModel], latency: pd.DataFrame, config: Mea
         cached = latency[(latency["backbone"] == name) & (latency["tier"] != "none")]
         kv_bytes = 2 * shape.num_layers * shape.num_heads * shape.head_dim * itemsize * any(cached["status"] == "ok")
         count = sum(p.numel() for p in model.parameters())
-        rows.append(
-            {
-                "model": name,
-                "parameters": count,
-                "parameters in layers": sum(p.numel() for p in model.backbone.parameters()),
-                f"FLOPs of a request ({pairs} pairs, {config.num_candidates} candidates)": request_flops(
-                    model, 0, history, config.num_candidates
-                ),
-                "KV cache, bytes per token": kv_bytes,
-                "bytes of weights and 1,000 cached users": count * itemsize + 1000 * history * kv_bytes,
-            }
-        )
+        flops = request_flops(model, 0, history, config.num_candidates)
+        row = {"model": name, "parameters": count}
+        row["parameters in layers"] = sum(p.numel() for p in model.backbone.parameters())
+        row |= {f"FLOPs of a request ({pairs} pairs, {config.num_candidates} candidates)": flops}
+        row |= {"KV cache, bytes per token": kv_bytes, MEMORY: count * itemsize + 1000 * history * kv_bytes}
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -51,10 +46,8 @@ def example_tokens(
     start = max(0, batch.item_ids.shape[0] - num_pairs)
     tokens = []
     for item, action in zip(batch.item_ids[start:].tolist(), batch.action_ids[start:].tolist(), strict=True):
-        tokens += [
-            ("item", f"item\n{interactions.item_keys[item]}"),
-            ("action", f"rated\n{interactions.action_values[action]:g}"),
-        ]
+        tokens.append(("item", f"item\n{interactions.item_keys[item]}"))
+        tokens.append(("action", f"rated\n{interactions.action_values[action]:g}"))
     candidates = batch.candidate_ids[:num_candidates].tolist()
     return tokens + [("candidate", f"item\n{interactions.item_keys[item]}?") for item in candidates]
 
@@ -71,10 +64,8 @@ def tradeoffs(
 ) -> pd.DataFrame:
     """A row a model and path at the largest point, for ``plot_tradeoffs``: model, its layer, path, times, the first
     task's AUC, memory in MB."""
-    auc = quality[(quality["task"] == quality["task"].iloc[0]) & (quality["metric"] == "AUC")].set_index("model")[
-        "value"
-    ]
-    memory = size.set_index("model")["bytes of weights and 1,000 cached users"] / 1e6
+    first = quality[(quality["task"] == quality["task"].iloc[0]) & (quality["metric"] == "AUC")]
+    auc, memory = first.set_index("model")["value"], size.set_index("model")[MEMORY] / 1e6
     frame = largest(latency)[["backbone", "path", "p10_ms", "p50_ms", "p90_ms"]].rename(columns={"backbone": "model"})
     frame.insert(1, "layer", frame["model"].map({name: model.config.backbone for name, model in models.items()}))
     return frame.assign(AUC=frame["model"].map(auc), MB=frame["model"].map(memory))
@@ -93,12 +84,9 @@ def summarise(quality: pd.DataFrame, latency: pd.DataFrame, size: pd.DataFrame) 
         best, rival = table[metric][models].idxmax(), "ridge bias model"
         gap = table[metric][best] - plain[metric][rival]
         verdict = "is ahead of" if gap > TIE else "stays behind" if gap < -TIE else "only ties with"
-        said.append(
-            f"by {metric} "
-            + ", ".join(f"{m} reaches {table[metric][m]:.3f}" for m in models)
-            + f", and {best} {verdict} the {rival} ({plain[metric][rival]:.3f}; "
-            + f"item mean {plain[metric]['item mean']:.3f})"
-        )
+        reached = ", ".join(f"{m} reaches {table[metric][m]:.3f}" for m in models)
+        others = f"{plain[metric][rival]:.3f}; item mean {plain[metric]['item mean']:.3f}"
+        said.append(f"by {metric} {reached}, and {best} {verdict} the {rival} ({others})")
     lead, beaten = plain["AUC"].idxmax(), table["AUC"][models].max() < plain["AUC"].max()
     small = ": so small a set does not show what a sequence model is for" if beaten else ""
     task = first["task"].iloc[0]

@@ -37,14 +37,10 @@ def request_log(interactions: Interactions, max_candidates: int, count: int | No
 
 def make_cache(model: RankingModel, config: CacheConfig, num_pages: int, host_pages: int) -> PagedKVCache:
     """The model's cache, with a host tier of so many pages."""
-    page_bytes = config.page_size * _bytes_per_token(model)
+    shape, weight = model.config, model.sequence.item_embedding.weight
+    page_bytes = 2 * shape.num_layers * shape.num_heads * shape.head_dim * weight.element_size() * config.page_size
     sizes = {"num_pages": num_pages, "page_size": config.page_size, "host_chunk_pages": config.host_chunk_pages}
     return model.make_cache(**sizes, host_bytes=host_pages * page_bytes)
-
-
-def _bytes_per_token(model: RankingModel) -> int:
-    shape = model.config
-    return 2 * shape.num_layers * shape.num_heads * shape.head_dim * model.sequence.item_embedding.weight.element_size()
 
 
 def replays(

@@ -24,17 +24,14 @@ def as_text(survey: pd.DataFrame) -> str:
     """A survey to read in a terminal: per backend and weighting each answer once, with what gets it."""
     lines = []
     for row in survey.to_dict("records"):
-        lines.append(
-            f"{row.pop('backend')}, {row.pop('weighting')}" + (f" ({note})" if (note := row.pop("note", "")) else "")
-        )
+        backend, weighting, note = (row.pop(name, "") for name in ("backend", "weighting", "note"))
+        lines.append(f"{backend}, {weighting}" + (f" ({note})" if note else ""))
         answers: dict[str, list[str]] = {}
         for column, answer in row.items():
             answers.setdefault(answer, []).append(str(column))
         for answer, columns in answers.items():
             what = "everything" if len(columns) == len(row) else ", ".join(columns)
-            lines.append(
-                f"    {'yes' if answer == 'yes' else 'no'}: {what}" + ("" if answer == "yes" else f" ({answer})")
-            )
+            lines.append(f"    yes: {what}" if answer == "yes" else f"    no: {what} ({answer})")
     return "\n".join(lines)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recexp.experiments.backbone_figures import plot_data, plot_quality, plot_sizes
+from recexp.experiments.backbone_figures import plot_data, plot_quality, plot_sizes, plot_tradeoffs
 from recexp.experiments.measure import Latency
-from recexp.experiments.plots import Plot, plot_error_heatmap, plot_latency
+from recexp.experiments.plots import PALETTE, Plot, plot_error_heatmap, plot_latency, table
 from recexp.experiments.record import row, to_frame
 
 PLACE = {"device": "H200", "mode": "eager", "tier": "host", "dtype": "bfloat16"}
@@ -54,6 +54,45 @@ def test_latency_shows_points_without_a_time_and_their_reason() -> None:
     alone = plot_latency(to_frame(refused), "batch_size")
     assert "nothing was timed" in texts(alone)
     assert not alone.axes[0].get_yticks().size
+
+
+def test_latency_in_panels_keeps_the_colour_of_a_backbone() -> None:
+    """A panel a mode and tier; a backbone without a time in one of them changes nobody's colour."""
+    rows = points()[:3] + [r | {"mode": "graph", "tier": "device", "page_size": 32} for r in points()[3:]]
+    rows.append(
+        rows[0] | {"status": "refused", "reason": "no cache", "p50_ms": None, "mode": "graph", "tier": "device"}
+    )
+    figure = plot_latency(to_frame(rows), "batch_size", panels=True)
+    assert [axes.get_title().split(",")[:2] for axes in figure.axes] == [["hstu", " eager"], ["graph", " tier device"]]
+    lines = {
+        line.get_label(): line.get_color() for axes in figure.axes for line in axes.lines if line.get_marker() == "x"
+    }
+    assert lines == {"hstu refused: no cache": PALETTE[0]}
+    assert figure.axes[1].containers[0][0].get_color() == PALETTE[1] and "H200, bfloat16" in figure.get_suptitle()
+
+
+def test_a_table_keeps_every_number_and_says_once_what_is_shared() -> None:
+    html = table(to_frame(points())[["backbone", "batch_size", "p50_ms", "device", "tier", "reason"]]).to_html()
+    assert "H200, tier host" in html and "reason" not in html and html.count("<tr>") == 7
+    assert all(number in html for number in ("1.217", "128.4", ">64<"))
+
+
+def test_tradeoffs_draw_every_path_and_join_sizes() -> None:
+    rows = [
+        {"model": f"{layer}_{i}", "layer": layer, "path": path, "p10_ms": 1.0 + i, "p50_ms": 2.0 + i, "p90_ms": 3.0 + i}
+        | {"AUC": 0.7 + i / 10, "MB": 10.0 * i}
+        for layer in ("hstu", "own")
+        for i in (1, 2)
+        for path in ("eager, tier none", "graph, tier device")
+    ]
+    frame = pd.DataFrame(rows)
+    frame.loc[(frame["layer"] == "own") & (frame["path"] == "graph, tier device"), ["p10_ms", "p50_ms", "p90_ms"]] = (
+        None
+    )
+    left, right = plot_tradeoffs(frame, "title").axes
+    assert len(left.containers) == 3 and left.containers[0][0].get_xdata().tolist() == [3, 4]
+    assert [line.get_xdata().tolist() for line in right.lines] == [[10, 20], [10, 20]]
+    assert "own_2\n0.900, 20 MB" in [text.get_text() for text in right.texts]
 
 
 def test_latency_of_nothing_is_an_error() -> None:
