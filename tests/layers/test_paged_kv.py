@@ -6,7 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recexp.layers.paged_kv import append_kv, gather_kv
+from recexp.batch import TokenBatch
+from recexp.config import ModelConfig
+from recexp.layers import Backbone
+from recexp.layers.paged_kv import OnePass, append_kv, gather_kv
 from recexp.metadata import SCRATCH_PAGE, KVCapacity, KVMetadata
 
 H, D = 2, 3
@@ -111,3 +114,19 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(change, message
     with pytest.raises(ValueError, match=message):
         append_kv(**arguments)
     assert not arguments["table"].any()
+
+
+def test_a_pass_finds_its_targets_once_and_the_next_pass_its_own(monkeypatch):
+    """Three layers, twice, over one metadata whose pages change in place in between, as static buffers do."""
+    found, find = [], OnePass.targets.func
+    monkeypatch.setattr(OnePass.targets, "func", lambda self: found.append(1) or find(self))
+    config = ModelConfig(num_items=9, num_layers=3, hidden_size=8, num_heads=H, head_dim=D, attention_backend="paged")
+    backbone, metadata = Backbone(config).eval(), metadata_of([0], [5], [1], 3, [np.array([7, 9])])
+    tables = [torch.full((200, 2, 3, H, D), torch.nan) for _ in range(3)]
+    lengths = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), 6
+    for pages, passes in (([7, 9], 1), ([4, 5], 2)):
+        metadata.kv_indices.copy_(torch.tensor(pages))
+        with torch.no_grad():
+            backbone(TokenBatch(torch.randn(6, 8), *lengths), tables, metadata)
+        assert len(found) == passes
+        assert all(table[pages].isfinite().sum() == 2 * 5 * H * D for table in tables)
