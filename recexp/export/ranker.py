@@ -25,23 +25,16 @@ METADATA = [field.name for field in fields(KVMetadata) if field.name != "buffer"
 EXPORTABLE = ("triton", "paged")  # by speed; both read every length on the device
 
 
-def attention_request(model: RankingModel, page_size: int | None) -> AttentionRequest | None:
-    """What the model asks its attention backend for at inference; None for layers without ``Attention``."""
-    attention = next((m for m in model.backbone.modules() if isinstance(m, Attention)), None)
-    weight, shape = model.sequence.item_embedding.weight, (model.config.num_heads, model.config.head_dim)
-    if attention is None:
-        return None
-    return AttentionRequest(attention.weighting, weight.device, weight.dtype, *shape, page_size)
-
-
 def exportable_backend(model: RankingModel, page_size: int | None) -> tuple[str, str]:
     """(backend, why): what the package attends with, and why it is another than the model's own; "" if it is not.
 
     Raises ValueError where the model's own backend refuses.
     """
-    request = attention_request(model, page_size)
-    if request is None:
+    attention = next((m for m in model.backbone.modules() if isinstance(m, Attention)), None)
+    if attention is None:  # layers that do without
         return "none", ""
+    weight, shape = model.sequence.item_embedding.weight, (model.config.num_heads, model.config.head_dim)
+    request = AttentionRequest(attention.weighting, weight.device, weight.dtype, *shape, page_size)
     wanted = choose(model.config.attention_backend, request)
     if wanted in EXPORTABLE:
         return wanted, ""
@@ -109,7 +102,6 @@ class ExportedRanker(nn.Module):
 
     def __init__(self, model: RankingModel, backend: str) -> None:
         super().__init__()
-        self.config = model.config
         self.sequence: SequenceStage = copy.deepcopy(model.sequence)
         self.backbone = copy.deepcopy(model.backbone)
         self.head: Head = copy.deepcopy(model.head)
