@@ -322,7 +322,7 @@ def test_refusals_at_their_limit_and_one_below(case: str, monkeypatch: pytest.Mo
     [
         (lambda t: [t[0][0], t[1][0]], r"layer 0 is torch.float64 \[2, 4, 2, 8\]: must be 5-D"),
         (lambda t: [t[0], t[1][:, :1]], "layer 1 .*: must be 5-D"),
-        (lambda t: [t[0], t[1][:, :, :2]], "layer 1 .* one page size"),
+        (lambda t: [t[0], t[1][:, :, :2]], "layer 1 .* share page size"),
         (lambda t: [t[0], t[1][1:]], "layer 1 .* that of layer 0"),
         (lambda t: [t[0], t[1].float()], "layer 1 .* dtype"),
         (lambda t: t[:1], "1 tables for 2 layers"),

@@ -132,15 +132,12 @@ class GraphedModel:
             raise ValueError("no table: graphs are captured over a paged cache, so make one first")
         first = self.tables[0]
         for layer, table in enumerate(self.tables):
+            it = f"the table of layer {layer} is {describe(table)}"
             if table.ndim != 5 or table.shape[1] != 2:
-                raise ValueError(
-                    f"the table of layer {layer} is {describe(table)}: must be 5-D, [num_pages, 2, page_size, H, d]"
-                )
+                raise ValueError(f"{it}: must be 5-D, [num_pages, 2, page_size, H, d]")
             if (table.shape, table.dtype, table.device) != (first.shape, first.dtype, first.device):
-                raise ValueError(
-                    f"the table of layer {layer} is {describe(table)} on {table.device}, that of layer 0 "
-                    f"{describe(first)} on {first.device}: all layers share one page size, shape, dtype and device"
-                )
+                other = f"that of layer 0 {describe(first)} on {first.device}"
+                raise ValueError(f"{it} on {table.device}, {other}: they share page size, shape, dtype and device")
         if len(self.tables) != self.config.num_layers:
             raise ValueError(f"{len(self.tables)} tables for {self.config.num_layers} layers: give one a layer")
         if not buckets:

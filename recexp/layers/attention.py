@@ -128,19 +128,10 @@ def choose(backend: str, request: AttentionRequest) -> str:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    *,
-    weighting: Weighting,
-    alpha: float,
-    scaling_seqlen: float | None = None,
-    max_seqlen: int | None = None,
-    backend: str = "reference",
+    q: Tensor, k: Tensor, v: Tensor, seq_offsets: Tensor, num_candidates: Tensor, *, weighting: Weighting,
+    alpha: float, scaling_seqlen: float | None = None, max_seqlen: int | None = None, backend: str = "reference",
     kv: KV | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Attention of jagged users by the rule above.
 
     q, k, v: [T, H, d], any row stride; a user's rows are its (new) history, then its candidates. A capturable backend

@@ -62,13 +62,9 @@ def projection_tiles(num_rows: int, width: int, x: Tensor) -> tuple[int, int, in
 
 
 def fused_hstu_layer(
-    layer: HSTULayer,
-    x: Tensor,
-    seq_offsets: Tensor,
-    num_candidates: Tensor,
-    max_seqlen: int | None = None,
+    layer: HSTULayer, x: Tensor, seq_offsets: Tensor, num_candidates: Tensor, max_seqlen: int | None = None,
     kv: KV | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """What ``layer(x, ...)`` computes, without gradients and dropout. x: [T, hidden_size].
 
     ValueError: the layer's attention backend has no unmerged parts, or refuses; a width the append cannot tile.

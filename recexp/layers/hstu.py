@@ -28,18 +28,9 @@ class HSTULayer(nn.Module):
     """One layer, [T, hidden_size] → [T, hidden_size]. Weights as in nn.Linear; uvqk's rows in the order u, v, q, k."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        scaling_seqlen: float,
-        residual: bool = True,
-        eps: float = 1e-5,
-        dropout: float = 0.0,
-        backend: str = "reference",
-        fused: bool = False,
-    ) -> None:
+        self, hidden_size: int, num_heads: int, head_dim: int, *, scaling_seqlen: float, residual: bool = True,
+        eps: float = 1e-5, dropout: float = 0.0, backend: str = "reference", fused: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_heads, self.head_dim, self.residual, self.fused = num_heads, head_dim, residual, fused
         self.input_norm = nn.LayerNorm(hidden_size, eps=eps)
@@ -50,13 +41,9 @@ class HSTULayer(nn.Module):
         self.proj = Linear(num_heads * head_dim, hidden_size, bias=False)
 
     def forward(
-        self,
-        x: Tensor,
-        seq_offsets: Tensor,
-        num_candidates: Tensor,
-        max_seqlen: int | None = None,
+        self, x: Tensor, seq_offsets: Tensor, num_candidates: Tensor, max_seqlen: int | None = None,
         kv: KV | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """x: [T, hidden_size]; seq_offsets, num_candidates, max_seqlen, kv: as in ``attend``. kv: appended to.
 
         With ``fused`` and without gradients, the kernels of ``recexp.layers.fused``, or a ValueError that says why not.
@@ -75,12 +62,6 @@ class HSTULayer(nn.Module):
 @register_backbone("hstu")
 def build(config: ModelConfig) -> nn.Module:
     return HSTULayer(
-        config.hidden_size,
-        config.num_heads,
-        config.head_dim,
-        scaling_seqlen=config.scaling_seqlen,
-        residual=config.residual,
-        dropout=config.dropout,
-        backend=config.attention_backend,
-        fused=config.fused_layers,
-    )
+        config.hidden_size, config.num_heads, config.head_dim, scaling_seqlen=config.scaling_seqlen,
+        residual=config.residual, dropout=config.dropout, backend=config.attention_backend, fused=config.fused_layers,
+    )  # fmt: skip

@@ -26,17 +26,9 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        ffn_size: int | None = None,
-        *,
-        residual: bool = True,
-        eps: float = 1e-5,
-        dropout: float = 0.0,
-        backend: str = "reference",
-    ) -> None:
+        self, hidden_size: int, num_heads: int, head_dim: int, ffn_size: int | None = None, *, residual: bool = True,
+        eps: float = 1e-5, dropout: float = 0.0, backend: str = "reference",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_heads, self.head_dim, self.residual = num_heads, head_dim, residual
         ffn_size = ffn_size or 4 * hidden_size
@@ -49,13 +41,9 @@ class TransformerLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        seq_offsets: Tensor,
-        num_candidates: Tensor,
-        max_seqlen: int | None = None,
+        self, x: Tensor, seq_offsets: Tensor, num_candidates: Tensor, max_seqlen: int | None = None,
         kv: KV | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """x: [T, hidden_size]; seq_offsets, num_candidates, max_seqlen, kv: as in ``attend``. kv: appended to."""
         q, k, v = self.qkv(self.input_norm(x)).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(dim=1)
         if kv is not None:
@@ -70,11 +58,6 @@ class TransformerLayer(nn.Module):
 @register_backbone("transformer")
 def build(config: ModelConfig) -> nn.Module:
     return TransformerLayer(
-        config.hidden_size,
-        config.num_heads,
-        config.head_dim,
-        config.ffn_size,
-        residual=config.residual,
-        dropout=config.dropout,
-        backend=config.attention_backend,
-    )
+        config.hidden_size, config.num_heads, config.head_dim, config.ffn_size, residual=config.residual,
+        dropout=config.dropout, backend=config.attention_backend,
+    )  # fmt: skip
