@@ -91,8 +91,8 @@ def latencies(
     cache; into an empty cache, as a graph; with all but the newest pairs cached on the device, eagerly and as a graph.
 
     A point covers ids in, logits out. It is first checked against float64; a point that fails has no time. Graphs are
-    captured for exactly the point's tokens, so nothing but spare candidates is padded; a CPU uses their buffers
-    eagerly, mode "static". What a layer or backend refuses is a row with its reason.
+    captured for exactly the point's tokens, so nothing is padded; a CPU uses their buffers eagerly, mode "static".
+    What a layer or backend refuses is a row with its reason.
     """
     setting, dtype = experiment.measure, getattr(torch, experiment.replay.dtype)
     paths = PATHS[next(iter(models.values())).device.type]
@@ -123,9 +123,10 @@ def _point(
     tier, mode = path
     setting, page_size = experiment.measure, None if tier == "none" else experiment.replay.page_size
     dtype, batch_size, pairs = plain.dtype, batches[0].batch_size, int(batches[0].num_pairs[0])
-    used = backend_of(model, page_size)
-    if mode != "eager" and used in attention_backends and not attention_backends[used].capturable:
-        model = in_dtype(model, dtype, attention_backend="paged")
+    if mode != "eager":  # static buffers for just these candidates, and a backend that leaves lengths on the device
+        used, changes = backend_of(model, page_size), {"max_candidates": setting.num_candidates}
+        plainest = used in attention_backends and not attention_backends[used].capturable
+        model = in_dtype(model, dtype, **changes, **({"attention_backend": "paged"} if plainest else {}))
     new_pairs = experiment.replay.new_pairs if tier == "device" else pairs
     context = 0 if tier == "device" else len(model.config.context)
     new, history = context + 2 * new_pairs, len(model.config.context) + 2 * pairs
