@@ -33,7 +33,7 @@ from IPython.display import Markdown, display
 from recexp import devices
 from recexp.data import load_interactions, make_splits
 from recexp.data.requests import make_batch
-from recexp.experiments import embedding_cache
+from recexp.experiments import embedding_cache, plots
 from recexp.experiments.record import start_run
 from recexp.experiments.run import load_experiment
 from recexp.train import train
@@ -59,22 +59,24 @@ lookups = embedding_cache.lookups(streams, experiment, device, quiet)
 run.save(lookups)
 picture = embedding_cache.plot_lookups(lookups, streams, f"Tables of {sizes}, {where}")
 display(run.figure(picture, "lookups"))
-shown = ["table", "keys", "p50_ms", "p10_ms", "p90_ms", "gbps", "gbps_share", "hit_rate", "error"]
-lookups.loc[lookups["status"] == "ok", shown].round(4)
+timed = lookups[lookups["status"] == "ok"]
+hit_rate = timed["hit_rate"].astype(object).where(timed["hit_rate"].notna(), "unknown")
+hit_rate = hit_rate.where(timed["cache_ratio"] < 1, "no cache")
+plots.table(timed[["table", "keys", "p50_ms", "p10_ms", "p90_ms", "gbps", "error"]].assign(hit_rate=hit_rate))
 
 # %% [markdown]
 # ## What is not here, and why
 
 # %%
 absent = lookups.loc[lookups["status"] != "ok", ["table", "status", "reason"]]
-absent if len(absent) else Markdown("Nothing: every engine could be had.")
+plots.table(absent) if len(absent) else Markdown("Nothing: every engine could be had.")
 
 # %% [markdown]
 # ## Hits against the size of the cache
 #
 # The lines need no engine: a cache of that size is filled once, with what the first half of the lookups asked for most,
-# and asked with the second half. The points are what engines report of themselves; nve tells its hit rate to nobody,
-# and an engine without a cache has none. The log has few different items, so a small part of the table is enough.
+# and asked with the second half. Markers are what engines with a cache report of themselves; nve tells its hit rate
+# to nobody. The log has few different items, so a small part of the table is enough.
 
 # %%
 static = embedding_cache.static_hits(streams, experiment)
@@ -97,7 +99,7 @@ model = train(
 batch, _ = make_batch(interactions, splits.test.select(slice(0, 16)))
 through = embedding_cache.through_model(model, batch, experiment, device)
 run.save(through, "through_model")
-through
+plots.table(through)
 
 # %% [markdown]
 # ## In short

@@ -175,12 +175,13 @@ def plot_hits(static: pd.DataFrame, frame: pd.DataFrame, title: str) -> Plot:
     colours = dict(zip(static["keys"].unique(), cycle(PALETTE), strict=False))
     for name, part in static.groupby("keys", sort=False):
         axes.plot(part["cache_ratio"], 100 * part["hit_rate"], color=colours[name], label=name)
-    told = frame[frame["hit_rate"].notna()]
-    for (engine, part), marker in zip(told.groupby("engine", sort=False), cycle("osD^v"), strict=False):
-        colour = list(part["keys"].map(colours))
-        axes.scatter(part["cache_ratio"], 100 * part["hit_rate"], c=colour, marker=marker, label=f"{engine} reports")
-    if told.empty:
-        axes.plot([], [], " ", label="engines here: unknown")
+    caching = frame[(frame["status"] == "ok") & (frame["cache_ratio"] < 1)]
+    for (engine, part), marker in zip(caching.groupby("engine", sort=False), cycle("osD^v"), strict=False):
+        part = part[part["hit_rate"].notna()]
+        colour, label = list(part["keys"].map(colours)), f"{engine}{'' if len(part) else ': unknown'}"
+        axes.scatter(part["cache_ratio"], 100 * part["hit_rate"], c=colour, marker=marker, label=label)
+    if caching.empty:
+        axes.plot([], [], " ", label="no engine here has a cache")
     axes.set(xscale="log", xlabel="cached rows / rows", ylabel="keys found in the cache, %", ylim=(0, 102), title=title)
     axes.xaxis.set_major_formatter("{x:g}")
     figure.legend(loc="outside right upper")
@@ -193,7 +194,7 @@ def sentences(frame: pd.DataFrame, static: pd.DataFrame, through: pd.DataFrame) 
     for _, part in timed[timed["keys"].isin(static["keys"].iloc[[0, -1]])].groupby("keys", sort=False):
         best = part.sort_values("p50_ms").iloc[0]
         said.append(
-            f"Of {best['keys']} keys {best['table']} looked {best['num_tokens']:,} up in {best['p50_ms']:.3g} ms."
+            f"{best['num_tokens']:,} keys of {best['keys']}: {best['p50_ms']:.3g} ms at best ({best['table']})."
         )
     for lost in through[through["logits off by"] > 0].to_dict("records"):
         said.append(f"{lost['table']} moved a logit by up to {lost['logits off by']:.1g}.")

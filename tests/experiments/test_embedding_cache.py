@@ -99,15 +99,18 @@ def test_an_engine_that_returns_other_rows_gets_no_time(monkeypatch: pytest.Monk
     assert frame.loc["fbgemm", "status"] == "ok"
 
 
-def test_what_engines_report_is_drawn_and_what_they_do_not_is_called_unknown() -> None:
+def test_hit_rates_are_drawn_or_called_unknown() -> None:
     static = pd.DataFrame({"keys": ["zipf 1"] * 2, "cache_ratio": [0.1, 1.0], "hit_rate": [0.5, 1.0]})
-    frame = pd.DataFrame({"engine": "fbgemm", "keys": "zipf 1", "cache_ratio": [0.1, 0.2], "hit_rate": [0.4, np.nan]})
+    points = [("fbgemm", 0.1, 0.4), ("fbgemm", 0.2, 0.6), ("nve", 0.1, np.nan), ("torch", 1.0, np.nan)]
+    frame = pd.DataFrame(points, columns=["engine", "cache_ratio", "hit_rate"]).assign(status="ok", keys="zipf 1")
 
     def legend(figure) -> list[str]:
         return [text.get_text() for text in figure.legends[0].get_texts()]
 
-    assert legend(plot_hits(static, frame, "")) == ["zipf 1", "fbgemm reports"]
-    assert legend(plot_hits(static, frame[1:], "")) == ["zipf 1", "engines here: unknown"]
+    figure = plot_hits(static, frame, "")
+    assert legend(figure) == ["zipf 1", "fbgemm", "nve: unknown"]
+    assert [len(drawn.get_offsets()) for drawn in figure.axes[0].collections] == [2, 0]
+    assert legend(plot_hits(static, frame[3:], "")) == ["zipf 1", "no engine here has a cache"]
 
 
 def test_rows_on_the_host_are_told_apart() -> None:

@@ -56,10 +56,8 @@ def load_key_values(
     problems = [] if paths and ranks <= {len(paths)} else [f"{len(paths)} files of keys, of {ranks or 'any'} ranks"]
     parts: list[Part] = []
     for path in paths:
-        values, (count, rest) = (
-            path.with_name(path.name.replace("_emb_keys", "_emb_values")),
-            divmod(path.stat().st_size, 8),
-        )
+        values = path.with_name(path.name.replace("_emb_keys", "_emb_values"))
+        count, rest = divmod(path.stat().st_size, 8)
         size = values.stat().st_size if values.is_file() else "no"
         if rest or size != 4 * dim * count:
             problems.append(f"{values.name} has {size} bytes for {count + rest / 8:g} keys, not {4 * dim} each")
