@@ -63,7 +63,7 @@ def ray_workers(sweep: SweepConfig, packed: bytes) -> Iterator[list[RemoteWorker
         import ray
     except ImportError as error:
         raise RuntimeError("sweep.engine ray needs the extra: pip install 'recexp[cluster]'") from error
-    ray.init(sweep.address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    ray.init(sweep.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     try:
         count = int(ray.cluster_resources().get("GPU", 0))
         if not count:

@@ -101,7 +101,7 @@ class Worker:
         """The point's row."""
         if self._process is None:
             self._process = ProcessPoolExecutor(1, env=self._env, initializer=_begin, initargs=(os.getpid(),))
-            self._device = self._process.submit(_device_name).result(START_SECONDS)
+            self._device = self._process.submit(_start, self._packed).result(START_SECONDS)
         try:
             answer, fresh = self._process.submit(_run_point, self._packed, values).result(self._seconds)
         except TimeoutError:
@@ -152,6 +152,12 @@ def _begin(parent: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _start(packed: bytes) -> str:
+    """In that process: import what points need, outside of their time; returns the device's name."""
+    cloudpickle.loads(packed)
+    return _device_name()
 
 
 def _device_name() -> str:

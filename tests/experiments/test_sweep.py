@@ -57,7 +57,7 @@ def meet(point: Fate, device: torch.device) -> dict[str, Any]:
 
 
 def sweep_of(**fields: Any) -> SweepConfig:
-    return SweepConfig(**{"point": "fate", "devices": ["cpu"], "seconds_per_point": 5, **fields})
+    return SweepConfig(**{"point": "fate", "devices": ["cpu"], "seconds_per_point": 30, **fields})
 
 
 def test_expand_is_base_times_grid_times_groups() -> None:
@@ -98,13 +98,13 @@ FATES = ["good", "crash", "hang", "no memory", "error", "refused", "good"]
 
 
 def test_whatever_happens_to_a_point_is_its_row(tmp_path: Path) -> None:
-    sweep = sweep_of(zipped=[{"fate": FATES, "page_size": [1, 2, 3, 4, 5, 6, 7]}], seconds_per_point=2)
+    sweep = sweep_of(zipped=[{"fate": FATES, "page_size": [1, 2, 3, 4, 5, 6, 7]}], seconds_per_point=4)
     rows = run_sweep(sweep, tmp_path, quiet=True)
     assert list(rows["page_size"]) == [1, 2, 3, 4, 5, 6, 7]
     assert list(rows["status"]) == ["ok", "failed", "timed out", "out of memory", "failed", "refused", "ok"]
     assert list(rows["reason"].dropna()) == [
         "its process died: SIGSEGV(-11)",
-        "no answer within 2 s",
+        "no answer within 4 s",
         "CUDA out of memory. Tried to allocate 1 TiB",
         "KeyError: 'user_id'",
         "it wants to",
@@ -112,7 +112,7 @@ def test_whatever_happens_to_a_point_is_its_row(tmp_path: Path) -> None:
     assert set(rows["device_id"]) == {"cpu"} and rows["device"].str.contains("cpu|CPU").all()
     entries = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
     assert [entry["point"]["fate"] for entry in entries] == FATES
-    assert 2 <= entries[2]["seconds"] < 20
+    assert 4 <= entries[2]["seconds"] < 40
 
 
 def test_a_worker_serves_point_after_point_on_each_device(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import cloudpickle
 import pytest
 import torch
 
+from recexp.config import SweepConfig
 from recexp.config.base import Strict
 from recexp.experiments.record import row
-from recexp.experiments.sweep import SweepConfig, register_point, run_sweep
-from recexp.experiments.workers import device_id, device_names, hold
+from recexp.experiments.sweep import points, register_point, run_sweep
+from recexp.experiments.workers import Worker, device_id, device_names, hold
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 HOLD = """
@@ -89,6 +90,20 @@ def test_names_and_ids_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [device_id(name) for name in ("cpu", "cpu:1", "cuda", "cuda:1")] == ["cpu", "cpu:1", "3", "GPU-5a"]
 
 
+def test_a_worker_is_born_with_its_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not told later, when torch may have been imported: the variable is in the environment that its process got."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    worker = Worker("cuda:1", cloudpickle.dumps(points["leftover"]), 60.0, 3)
+    answer = worker.run({"megabytes": 1})
+    assert answer["device_id"] == "GPU-b"
+    assert "CUDA_VISIBLE_DEVICES=GPU-b" in answer["reason"] and "OMP_NUM_THREADS=3" in answer["reason"]
+    with pytest.raises(RuntimeError, match=f"GPU-b is held by process {os.getpid()}"), hold("GPU-b"):
+        pass
+    worker.close()
+    with hold("GPU-b"):
+        pass
+
+
 kept = []
 
 
@@ -99,7 +114,8 @@ class Leftover(Strict):
 @register_point("leftover", config=Leftover)
 def leave(point: Leftover, device: torch.device) -> dict[str, object]:
     kept.append(torch.empty(point.megabytes << 20, dtype=torch.uint8, device=device))
-    return row("ok", device=str(device), num_tokens=os.getpid(), num_pages=point.megabytes)
+    born = Path("/proc/self/environ").read_text().replace("\0", "\n")
+    return row("ok", reason=born, device=str(device), num_tokens=os.getpid())
 
 
 @pytest.mark.gpu
