@@ -183,13 +183,11 @@ for number, saved in enumerate(setting.saved, 1):
     folder = find_above(run.path, saved / "traces.safetensors").parent
     frame = numerical_diff.compare_saved(run.path, folder)
     run.save(frame, f"saved_{number}")
-    logits = frame[frame["layer"] == "model"]
-    title = f"Logits on {where} against those of {saved}: how much of the limit is used"
-    frame = frame.assign(kind="saved", tested=saved.name)
-    display(run.figure(figures.plot_verdicts(frame, title), f"saved_{number}"))
-    off = ", ".join(f"{r.model} in {r.dtype} {r.relative:.1e}" for r in logits.itertuples())
-    equal = "all within" if logits["equal"].all() else "**not all within**"
-    said_saved.append(f"Logits differ from those of {saved} by {off}: {equal} the rule.")
+    said_saved.append(figures.say_saved(frame, saved.name))
+    shown = frame[(frame["dtype"] == farthest) & (frame["layer"] != "backbone")]
+    for name, part in shown.groupby("model", sort=False):
+        title = f"{name}, {setting.depth} layers, {farthest} on {where} against {saved.name}, ‖a − r‖ / ‖r‖"
+        display(run.figure(plots.plot_error_heatmap(part, title), f"saved_{number}_{name}"))
 Markdown(" ".join(said_saved) or "No saved run was named.")
 
 # %% [markdown]

@@ -18,7 +18,7 @@ def plot_verdicts(differences: pd.DataFrame, title: str) -> Plot:
     logits = differences[differences["layer"] == "model"].sort_values("kind", kind="stable")
     logits = logits.assign(share=logits["looked_at"] / logits["limit"], pair=logits["kind"] + ": " + logits["tested"])
     models, pairs = list(logits["model"].unique()), list(logits["pair"].unique())
-    edge = logits["share"][logits["share"] > 0].min() / 3
+    edge = logits["share"].where(logits["share"] > 0, 1).min() / 3
     figure = Plot(3.5 + 4.2 * len(models), 1.7 + 0.24 * len(pairs))
     for axes, model in zip(figure.panels(1, len(models)), models, strict=True):
         mine = logits[logits["model"] == model].assign(at=lambda frame: frame["share"].clip(lower=edge))
@@ -64,7 +64,7 @@ def plot_rankings(rankings: pd.DataFrame, title: str) -> Plot:
         colours = [COLOURS[dtype] for dtype in shown["dtype"]]
         bars = axes.barh(list(shown["model"] + ", " + shown["dtype"]), shown[quantity], color=colours)
         axes.bar_label(bars, [f"{value:.2g}" for value in shown[quantity]], padding=3)
-        axes.margins(x=0.35)
+        axes.margins(x=0.5)
         axes.set_xlabel(quantity)
         axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.invert_yaxis()
@@ -80,8 +80,8 @@ def say_ways(rows: pd.DataFrame, differences: pd.DataFrame) -> str:
         return f"**{len(wrong)} of {len(rows)} ways are wrong.** {'; '.join(listed)}."
     beyond = differences[~differences["equal"] & differences["looked_at"].notna()]
     said = f"All {counts['ok']} ways that ran keep the rule ({counts.get('refused', 0)} were refused)"
-    names = ", ".join((beyond["tested"] + ": " + beyond["operation"]).unique())
-    return f"{said}; {len(beyond):,} of {len(differences):,} single operations exceed their limit ({names or 'none'})."
+    names = f" ({', '.join((beyond['tested'] + ': ' + beyond['operation']).unique())})" if len(beyond) else ""
+    return f"{said}; {len(beyond):,} of {len(differences):,} single operations exceed their limit{names}."
 
 
 def say_growth(stream: pd.DataFrame) -> str:
@@ -100,3 +100,12 @@ def say_rankings(rankings: pd.DataFrame) -> str:
         parts = ", ".join(f"{count} of {model}" for count, model in zip(moved, some["model"], strict=True))
         said.append(f"{dtype} {parts} (AUC by at most {some['AUC change'].abs().max():.0e})")
     return f"Pairs of candidates that change places: {'; '.join(said)}."
+
+
+def say_saved(differences: pd.DataFrame, other: str) -> str:
+    """How far the logits lie from those of another run, and whether the rule allows it."""
+    logits = differences[differences["layer"] == "model"]
+    largest = logits.groupby("dtype", sort=False)["relative"].max()
+    verdict = "which the rule allows" if logits["equal"].all() else "**more than the rule allows**"
+    said = ", ".join(f"{x:.1e} in {dtype}" for dtype, x in largest.items())
+    return f"Logits differ from those of {other} by at most {said}, {verdict}."

@@ -41,13 +41,6 @@ LOW = ("bfloat16", "float16")
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RECEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return run_experiment(QUICK, ["training.num_steps=3"], tmp_path_factory.mktemp("results"), quiet=True)
-
-
-@pytest.fixture(scope="module")
 def small() -> tuple:
     """Untrained models: the experiment, its interactions and test requests, models and probes by name."""
     experiment = load_experiment(QUICK)
@@ -56,6 +49,20 @@ def small() -> tuple:
     models = {name: RankingModel(config) for name, config in experiment.models.items()}
     probes = {name: make_probe(interactions, test, config, 3) for name, config in experiment.models.items()}
     return experiment, interactions, test, models, probes
+
+
+@pytest.fixture(scope="module")
+def run_folder(small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is compared with a saved one, of which bfloat16 is off by a tenth of what it is."""
+    saved, (*_, models, probes) = tmp_path_factory.mktemp("saved"), small
+    grown = {name: growth(name, model, probes[name], ["float64", "bfloat16"], 4) for name, model in models.items()}
+    traces = {key: found for _, traces, _ in grown.values() for key, found in traces.items()}
+    off = {key: {op: x * (1.1 if key[1] in LOW else 1) for op, x in found.items()} for key, found in traces.items()}
+    save_traces(saved, off, {name: digest for name, (_, _, digest) in grown.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RECEXP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        overrides = ["training.num_steps=3", f"difference.saved=[{saved}]"]
+        return run_experiment(QUICK, overrides, tmp_path_factory.mktemp("results"), quiet=True)
 
 
 def test_every_way_of_the_run_is_right_or_refused_with_a_reason(run_folder: Path) -> None:
@@ -87,9 +94,11 @@ def test_operations_of_every_kind_of_pair_are_compared(run_folder: Path) -> None
 def test_report_has_every_section(run_folder: Path) -> None:
     names = {path.stem for path in (run_folder / "figures").glob("*.png")}
     each = {f"{what}_{model}" for what in ("operations", "depth") for model in ("hstu", "transformer")}
-    assert names == {"verdicts", "growth", "rankings", *each}
+    assert names == {"verdicts", "growth", "rankings", "saved_1_hstu", "saved_1_transformer", *each}
     text = (run_folder / "report.html").read_text()
-    assert "keep the rule" in text and "came in with its inputs" in text and "No saved run was named" in text
+    assert "keep the rule" in text and "came in with its inputs" in text and "0.0e+00 in float64" in text
+    saved = pd.read_parquet(run_folder / "saved_1.parquet").groupby("dtype")["relative"]
+    assert saved.max()["float64"] == 0 and saved.min()["bfloat16"] == pytest.approx(0.1 / 1.1, rel=0.01)
     lines = pd.read_parquet(run_folder / "growth.parquet").query("operation == 'output' and dtype == 'bfloat16'")
     hstu = lines[(lines["model"] == "hstu") & lines["layer"].str.isdigit()]["error"]
     assert len(hstu) == 4 and hstu.is_monotonic_increasing
