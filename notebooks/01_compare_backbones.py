@@ -181,7 +181,8 @@ plots.table(size)
 # ## Quality against latency against memory
 #
 # The largest point above: what an answer costs along every path, and what the weights and the cached histories of a
-# thousand users take. Up and to the left is better.
+# thousand users take (a layer without a cache keeps nothing, and computes every request whole). Up and to the left is
+# better.
 
 # %%
 tradeoffs = backbones.tradeoffs(models, scores, latency, size)
