@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from recexp import RankingModel, SequenceBatch
 from recexp.batch import offsets
+from recexp.cli import app
 from recexp.config import ModelConfig
 from recexp.export.build import DTYPES, KEY, export, trace, weights_hash
-from recexp.export.package import Package, read_manifest
+from recexp.export.package import Package, _runs, read_manifest
 from recexp.export.ranker import ExportedRanker
 from recexp.metadata import KVMetadata
 
@@ -195,6 +197,12 @@ def test_a_package_for_another_machine_is_refused(
         Package.load(tmp_path / "other.pt2", "cpu")
 
 
+def test_newer_processors_run_what_older_ones_do() -> None:
+    assert _runs("x86_64 AVX2", "x86_64 AVX512") and _runs("SM90", "SM90") and _runs("aarch64 SVE256", "aarch64 SVE256")
+    assert not _runs("x86_64 AVX512", "x86_64 AVX2") and not _runs("SM90", "SM100")
+    assert not _runs("x86_64 DEFAULT", "aarch64 DEFAULT") and not _runs("aarch64 SVE256", "aarch64 DEFAULT")
+
+
 def test_files_that_are_no_package(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read as a package"):
         Package.load(tmp_path / "absent.pt2")
@@ -296,6 +304,12 @@ def test_export_says_beforehand_what_it_replaces(
         export(small().double(), tmp_path / "a.pt2")
     with pytest.raises(ValueError, match=r"ends in \.pt2"):
         export(small(), tmp_path / "a.so")
+    model = small()
+    model.stores = {"item": object()}  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="tables item are in stores"):
+        export(model, tmp_path / "a.pt2")
+    done = CliRunner().invoke(app, ["export", str(tmp_path), "--out", "a.pt2", "--dtype", "float64"])
+    assert "a package computes in float32, bfloat16 or float16" in str(done.exception)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
