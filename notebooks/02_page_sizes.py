@@ -23,9 +23,10 @@
 #
 # A point is a batch of users whose history lies in pages, but for its newest tokens, and new candidates. Timed is what
 # a layer does with pages: **append** the keys and values of the new tokens, then **attend** from new tokens and
-# candidates over the user's pages. Calls take turns on inputs that no cache of the device holds, and on a GPU on pages
-# strewn over the table, as they are after a while of serving. Where the backend can be captured, a call is a CUDA graph
-# of these two. A point is timed only if it agrees with the reference in float64.
+# candidates over the user's pages. Where to append is the same for all layers, and found before. Calls take turns on
+# inputs that no cache of the device holds, and on a GPU on pages strewn over the table, as they are after a while of
+# serving. Where the backend can be captured, a call is a CUDA graph of these two. A point is timed only if it agrees
+# with the reference in float64.
 
 # %% tags=["parameters"]
 config = "../configs/experiments/page_sizes.yaml"

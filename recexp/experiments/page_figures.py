@@ -1,7 +1,4 @@
-"""What page_sizes shows: a heat map, what pages cost beside time, the best size of every row, and all in a sentence.
-
-A row is what page sizes compete in: a backbone, backend, batch size and cached length.
-"""
+"""What page_sizes shows: a heat map, what pages cost beside time, the best size of every row, and all in a sentence."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 from recexp.experiments.plots import PALETTE, Plot, cell, floats, note, style
 
-ROW = ["backbone", "backend", "batch_size", "cached_tokens"]
+ROW = ["backbone", "backend", "batch_size", "cached_tokens"]  # what page sizes compete in
 
 
 def best_pages(frame: pd.DataFrame) -> pd.DataFrame:

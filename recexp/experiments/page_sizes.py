@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from recexp.experiments.survey import refusal_on
 from recexp.experiments.sweep import register_point
 from recexp.layers.attention import KV, AttentionRequest, Weighting, attend, backends
 from recexp.layers.backends.auto import select
-from recexp.layers.paged_kv import append_kv
+from recexp.layers.paged_kv import OnePass, append_kv
 from recexp.metadata import Ints, KVMetadata
 
 WEIGHTINGS: dict[str, Weighting] = {"hstu": "silu", "transformer": "softmax"}
@@ -79,12 +79,15 @@ def work(point: PageSizePoint, backend: str, qkv: Tensor, lengths: tuple[Tensor,
 
 
 def place(point: PageSizePoint, table: Tensor, pages: list[Pages], cached: Ints) -> tuple[tuple[Tensor, Tensor], KV]:
-    """lengths and kv of ``work`` for users with these pages of the table and so many cached tokens."""
+    """lengths and kv of ``work`` for users with these pages of the table and so many cached tokens. Where to append is
+    found here, once, as a model of many layers does."""
     new, candidates = (np.full(len(pages), n) for n in (point.new_tokens, point.candidates))
     metadata = KVMetadata.build(pages, cached + new, new, candidates, point.page_size).to(table.device)
     lengths = (np.append(0, (new + candidates).cumsum()), candidates)
     seq_offsets, num_candidates = (torch.from_numpy(x).int().to(table.device) for x in lengths)
-    return (seq_offsets, num_candidates), (table, metadata)
+    one_pass = OnePass.of(metadata, seq_offsets, int(lengths[0][-1]), point.page_size)
+    _ = one_pass.targets  # found now, and kept
+    return (seq_offsets, num_candidates), (table, one_pass)
 
 
 def check(point: PageSizePoint, qkv: Tensor, table: Tensor, out: Tensor, pages: list[Pages]) -> tuple[float, bool]:
@@ -97,16 +100,6 @@ def check(point: PageSizePoint, qkv: Tensor, table: Tensor, out: Tensor, pages: 
     truth = work(point, "reference", qkv.double(), lengths, (table.double(), metadata))
     plain = work(point, "reference", qkv, lengths, (table, metadata))
     return difference(out, truth).relative, equal(out, truth, out.dtype, plain)
-
-
-def capture(runs: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
-    """Each call as a CUDA graph, all in one pool."""
-    pool, graphs = torch.cuda.graph_pool_handle(), []
-    for run in runs:
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], pool=pool):
-            run()
-    return [graph.replay for graph in graphs]
 
 
 def allocate_us(allocator: PageAllocator, cached: list[int], total: list[int]) -> float:
@@ -142,20 +135,19 @@ def run_point(point: PageSizePoint, device: torch.device) -> dict[str, Any]:
     """Check the point's work on its device, then time it: as a CUDA graph where the backend can be captured."""
     request = point.request(device)
     dtype, backend = request.dtype, point.backend if point.backend != "auto" else select(request)[0]
-    users, shape = point.batch_size, (point.num_heads, point.head_dim)
-    cached, total = point.cached, point.cached + point.new_tokens
-    num_pages, width = int((-(-total // point.page_size)).sum()), point.num_heads * point.head_dim * dtype.itemsize
-    num_tokens = users * (point.new_tokens + point.candidates)
+    users, cached, total = point.batch_size, point.cached, point.cached + point.new_tokens
+    heads, width = (point.num_heads, point.head_dim), point.num_heads * point.head_dim * dtype.itemsize
+    num_pages, num_tokens = int((-(-total // point.page_size)).sum()), users * (point.new_tokens + point.candidates)
     count = int(np.clip(-(-ROTATED_BYTES[device.type] // (2 * int(total.sum()) * width)), 1, 32))
     allocator = PageAllocator(1 + count * num_pages, point.page_size)
     if device.type == "cuda":
         np.random.default_rng(0).shuffle(allocator.free)  # as in a cache that has served for a while
-    table = torch.randn(allocator.num_pages, 2, point.page_size, *shape, dtype=dtype, device=device)
-    runs: list[Callable[[], Tensor]] = []
+    table = torch.randn(allocator.num_pages, 2, point.page_size, *heads, dtype=dtype, device=device)
+    runs: list[Callable[[], Any]] = []
     for first in range(0, count * users, users):
         allocator.allocate(range(first, first + users), total.tolist())
         pages = [allocator.pages(first + user) for user in range(users)]
-        qkv = torch.randn(num_tokens, 3, *shape, dtype=dtype, device=device)
+        qkv = torch.randn(num_tokens, 3, *heads, dtype=dtype, device=device)
         runs.append(partial(work, point, backend, qkv, *place(point, table, pages, cached)))
     error, right = check(point, qkv, table, runs[-1](), pages)
     graph = device.type == "cuda" and backends[backend].capturable
@@ -166,8 +158,12 @@ def run_point(point: PageSizePoint, device: torch.device) -> dict[str, Any]:
     columns |= {"wasted_share": 1 - float(total.sum()) / (num_pages * point.page_size)}
     if not right:
         return row("wrong", reason="differs from float64 by more than the plain path may", **columns)
+    inputs, pool = [(run,) for run in runs], torch.cuda.graph_pool_handle() if graph else None
+    for i, run in enumerate(runs if graph else []):
+        with torch.cuda.graph(captured := torch.cuda.CUDAGraph(), pool=pool):
+            run()
+        inputs[i] = (captured.replay,)
     limits = point.model_dump(include={"min_runs", "max_runs", "max_seconds"})
-    inputs = [(run,) for run in (capture(runs) if graph else runs)]
     latency = measure_undisturbed(lambda run: run(), inputs, device=device, **limits)
     pairs = point.new_tokens * (cached + (point.new_tokens + 1) / 2) + point.candidates * (total + 1)
     moved = width * (4 * num_tokens + 2 * users * point.new_tokens + 2 * int(total.sum()))

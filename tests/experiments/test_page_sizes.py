@@ -16,7 +16,7 @@ from recexp.experiments.measure import Ceilings
 from recexp.experiments.page_figures import best_pages, plot_costs, plot_pages, sentence
 from recexp.experiments.page_sizes import PageSizePoint, allocate_us, host_copy_us, refuses, run_point
 from recexp.experiments.record import load_run
-from recexp.experiments.run import load_experiment, run_experiment
+from recexp.experiments.run import dry_run, load_experiment, run_experiment
 from recexp.experiments.sweep import expand
 
 CONFIGS = Path(__file__).parents[2] / "configs/experiments"
@@ -121,7 +121,7 @@ def test_pages_come_back_from_the_host_as_they_were() -> None:
 
 
 def test_a_b200_runs_fbgemm_on_pages_of_128_and_triton_on_any() -> None:
-    sweep = load_experiment(CONFIGS / "page_sizes_b200.yaml", ["device=cpu"]).sweep
+    sweep = load_experiment(CONFIGS / "page_sizes_b200.yaml", here=False).sweep
     points = [PageSizePoint.model_validate(values) for values in expand(sweep)]
     answers = {(p.backend, p.backbone, p.page_size): refuses(p, profile_of("sm100")) for p in points}
     runs = {key for key, reason in answers.items() if reason is None}
@@ -129,6 +129,11 @@ def test_a_b200_runs_fbgemm_on_pages_of_128_and_triton_on_any() -> None:
     triton = {("triton", name, size) for name in ("hstu", "transformer") for size in sizes}
     assert runs == triton | {("fbgemm", "hstu", 128)}
     assert "128" in answers["fbgemm", "hstu", 64] and "silu" in answers["fbgemm", "transformer", 128].lower()
+
+
+def test_a_b200_can_be_planned_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run(CONFIGS / "page_sizes_b200.yaml", assume="sm100")
+    assert "192 points, 88 refused by sm100" in capsys.readouterr().out
 
 
 def frame(**medians: list[float | None]) -> pd.DataFrame:
