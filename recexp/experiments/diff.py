@@ -6,6 +6,7 @@ On one device a point is judged by its time, between devices by its share of the
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ def compare_runs(a: SavedRun, b: SavedRun) -> pd.DataFrame:
         raise ValueError(f"{a.path} is a run of {names[0]}, {b.path} of {names[1]}: compare runs of one experiment")
     keys = [key for key in KEYS if all(key in run.measurements for run in (a, b))]
     frames = [run.measurements.reindex(columns=[*keys, *SHOWN]) for run in (a, b)]
+    if len({run.manifest["schema_version"] < 2 for run in (a, b)}) > 1:
+        frames[0]["tflops_share"] = pd.NA  # version 1 counted FLOPs of masked pairs too
     plain = [key for key in keys if key != "backend"]
     if not any(frame.duplicated(plain).any() for frame in frames):
         keys = plain
@@ -66,7 +69,10 @@ def plot_diff(found: pd.DataFrame, title: str) -> Plot:
     figure = Plot(11, 5)
     axes = figure.subplots()
     timed = found[found["change"].notna()]
-    keys = [key for key in KEYS if key in timed and timed[key].nunique(dropna=False) > 1]
+    keys: list[str] = []
+    for key in (key for key in KEYS if key in timed):  # what tells points apart, and no more
+        if timed.groupby(keys or (lambda row: 0), dropna=False)[key].nunique(dropna=False).gt(1).any():
+            keys.append(key)
     for verdict, rows in timed.groupby("verdict"):
         noise = [rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]]
         text, ms = f"{verdict}: {len(rows)} points", rows["p50_ms_a"].astype(float)
@@ -74,13 +80,14 @@ def plot_diff(found: pd.DataFrame, title: str) -> Plot:
     far = timed[timed["verdict"].isin(["slower", "faster"])]
     far, names = far.loc[np.log(far["change"]).abs().nlargest(12).index], []
     for i, row in enumerate(far.to_dict("records"), 1):
-        names.append(f"{i}: {row['change']:.3g}, {in_words({key: row[key] for key in keys if pd.notna(row[key])})}")
+        name = in_words({key: row[key] for key in keys if pd.notna(row[key])})
+        names.append(textwrap.fill(f"{i}: {row['change']:.3g}, {name}", 45))
         note(axes, str(i), (row["p50_ms_a"], row["change"]), (6, 0), ha="left", va="center")
     axes.axhline(1, color="black", linewidth=0.8)
     if len(timed):
         axes.set_xscale("log")
         plain(axes.xaxis)
-        figure.legend(loc="outside right upper", title="\n".join(names), alignment="left")
+        figure.legend(loc="outside right center", title="\n".join(names), alignment="left")
     axes.set(xlabel="median in a, ms", ylabel="times slower in b (medians; noise: p10 to p90 of both)")
     figure.suptitle(title, wrap=True)
     return figure

@@ -103,6 +103,10 @@ def test_a_run_of_version_1_is_compared_by_what_it_has(tmp_path: Path) -> None:
     new = saved(tmp_path, timed(1, 1, 1, 1, cached_tokens=5), timed(2, 1, 1, 1, cached_tokens=5))
     old = SavedRun(new.path, new.manifest, {}, new.measurements.drop(columns=["cached_tokens", "gbps_share"]), ())
     assert verdicts(old, new) == {1: "within noise", 2: "within noise"}
+    version_1 = saved(tmp_path, timed(1, 1, 1, 1, device="B200", tflops_share=0.5))
+    version_1.manifest["schema_version"] = 1  # its FLOPs mean something else
+    version_2 = saved(tmp_path, timed(1, 9, 9, 9, tflops_share=0.1))
+    assert verdicts(version_1, version_2) == verdicts(version_2, version_1) == {1: ""}
 
 
 def test_runs_of_other_experiments_are_refused(tmp_path: Path) -> None:
