@@ -78,7 +78,9 @@ points.pivot_table(index=["backbone", "batch_size"], columns=["mode", "tier"], v
 # %% [markdown]
 # ## What an answer costs
 #
-# From ids on the host to logits on the device, planning, checks and cache included.
+# From ids on the host to logits on the device, planning, checks and cache included. On a CPU a package attends by
+# `paged`, one mask over the keys of all users together: for one user it is as good as any, but its work grows with the
+# square of the batch. On CUDA it calls the Triton kernel.
 
 # %%
 for pairs, rows in points.groupby("history_pairs"):

@@ -18,7 +18,7 @@ from recexp.config import ExperimentConfig, ModelConfig
 from recexp.experiments.compare import difference, equal
 from recexp.experiments.latency import in_dtype, model_columns, other_newest, reference_of
 from recexp.experiments.measure import measure_undisturbed
-from recexp.experiments.plots import PALETTE, Plot, floats
+from recexp.experiments.plots import PALETTE, Plot, floats, style
 from recexp.experiments.record import row, to_frame
 from recexp.export.build import Manifest, export
 from recexp.export.package import Package
@@ -111,26 +111,27 @@ def _point(
     return row("ok", latency=measure_undisturbed(call, inputs, device=model.device, **setting.limits), **columns)
 
 
+@style
 def plot_ways(frame: pd.DataFrame, title: str) -> Plot:
-    """Rows of results of one history length: a group of bars a backbone and batch size, a bar a way, p10 to p90."""
-    groups: list[Any] = list(frame.groupby(["backbone", "batch_size"], sort=False))
-    ways = list(dict.fromkeys(zip(frame["mode"], frame["tier"], strict=True)))
-    figure = Plot(2 + 1.6 * len(groups), 4)
-    axes = figure.subplots()
-    width = 0.8 / len(ways)
-    for i, (way, colour) in enumerate(zip(ways, PALETTE, strict=False)):
-        rows = frame[(frame["mode"] == way[0]) & (frame["tier"] == way[1])]
-        p10, p50, p90 = (floats(rows[c]) for c in ("p10_ms", "p50_ms", "p90_ms"))
-        at = np.arange(len(groups)) + (i - (len(ways) - 1) / 2) * width
-        bars = axes.bar(at, p50, width, color=colour, label=f"{way[0]}, tier {way[1]}", yerr=[p50 - p10, p90 - p50])
-        axes.bar_label(bars, [f"{x:.3g}" for x in p50], fontsize=6.5, padding=2)
-        for x in at[np.isnan(p50)]:
-            axes.text(x, 0, " wrong", fontsize=6.5, rotation=90, ha="center")
-    axes.set_xticks(range(len(groups)), [f"{key[0]}\nbatch of {key[1]}" for key, _ in groups])
-    axes.set(ylabel="latency, ms (median, p10 to p90)")
-    axes.grid(alpha=0.3, axis="y")
-    axes.set_title(title, fontsize=9, wrap=True)
-    figure.legend(loc="outside lower center", ncols=len(ways), fontsize=7)
+    """Rows of results of one history length: a panel a batch size, in it a bar a backbone and way, with p10 to p90."""
+    ways, names = list(dict.fromkeys(zip(frame["mode"], frame["tier"], strict=True))), frame["backbone"].unique()
+    batches, width = list(frame.groupby("batch_size")), 0.8 / len(ways)
+    figure = Plot(1 + 2 * len(names) * len(batches), 4)
+    for axes, (batch_size, part) in zip(figure.panels(1, len(batches), sharey=False), batches, strict=True):
+        for i, ((mode, tier), colour) in enumerate(zip(ways, PALETTE, strict=False)):
+            rows = part[(part["mode"] == mode) & (part["tier"] == tier)]
+            p10, p50, p90 = (floats(rows[c]) for c in ("p10_ms", "p50_ms", "p90_ms"))
+            at = np.arange(len(names)) + (i - (len(ways) - 1) / 2) * width
+            bars = axes.bar(at, p50, width, color=colour, label=f"{mode}, tier {tier}", yerr=[p50 - p10, p90 - p50])
+            axes.bar_label(bars, [f"{x:.3g}" for x in p50], fontsize=6.5, padding=2)
+            for x in at[np.isnan(p50)]:
+                axes.text(x, 0, " wrong", fontsize=6.5, rotation=90, ha="center")
+        axes.set_xticks(range(len(names)), names)
+        axes.set(ylabel="latency, ms (median, p10 to p90)", title=f"batch of {batch_size}")
+        axes.grid(visible=False, axis="x")
+        axes.margins(y=0.1)
+    figure.suptitle(title, wrap=True)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), fontsize=7)
     return figure
 
 
