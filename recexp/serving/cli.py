@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -29,11 +30,12 @@ def build_command(
 
 @app.command("start")
 def start_command(repository: Path) -> None:
-    """Serve a repository on this machine's loopback address, until Ctrl-C."""
+    """Serve a repository on this machine's loopback address, until Ctrl-C or SIGTERM."""
     from recexp.serving.server import serve
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with serve(repository) as server:
-        print(server.http, server.grpc, f"{server.metrics_url} (metrics)", flush=True)
+        print(server.http, server.grpc, server.metrics, flush=True)
         server.process.wait()
 
 

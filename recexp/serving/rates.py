@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -79,20 +80,37 @@ def _row(frame: pd.DataFrame, expected: Sequence[Tensor], columns: Mapping[str, 
 
 
 def plot_rates(points: pd.DataFrame, title: str) -> Plot:
-    """Rows of ``rates``: median and p99 against the rate, and the share of requests that were lost."""
-    figure = Plot(8, 5)
-    axes = figure.subplots()
-    for i, ((name, tier), rows) in enumerate(points.groupby(["backbone", "tier"], sort=False)):
-        colour, line = PALETTE[i // 2], "-" if tier != "none" else "--"
-        label = f"{name}, {'cached' if tier != 'none' else 'uncached'}"
-        at, p50, p99 = (rows[c].to_numpy(float, na_value=np.nan) for c in ("rate", "p50_ms", "p99_ms"))
-        axes.plot(at, p50, line, marker="o", color=colour, label=f"{label}: median")
-        axes.plot(at, p99, line, marker="^", color=colour, alpha=0.4, label=f"{label}: p99")
-        for lost in rows[rows["lost_share"] > 0].to_dict("records"):
-            axes.annotate(f"{lost['lost_share']:.0%} lost", (lost["rate"], lost["p50_ms"]), fontsize=8, color=colour)
-    axes.set(xscale="log", yscale="log", xlabel="requests a second", ylabel="latency, ms, from when a request was due")
-    axes.set_xticks(sorted(points["rate"].unique()), [f"{rate:g}" for rate in sorted(points["rate"].unique())])
-    axes.set_title(title, fontsize=9, wrap=True)
-    axes.grid(alpha=0.3)
+    """Rows of ``rates``, a panel a backbone: median and p99 against the rate, and the share of requests lost."""
+    figure, names = Plot(9, 4.5), points["backbone"].unique()
+    ticks = sorted(points["rate"].unique())
+    for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
+        for tier, colour, label in (("mixed", PALETTE[0], "cached"), ("none", PALETTE[1], "uncached")):
+            rows = points[(points["backbone"] == name) & (points["tier"] == tier)]
+            for column, line, what in (("p50_ms", "o-", "median"), ("p99_ms", "^:", "p99")):
+                values = rows[column].to_numpy(float, na_value=np.nan)
+                axes.plot(rows["rate"], values, line, color=colour, label=f"{label}, {what}")
+            for lost in rows[(rows["lost_share"] > 0) & rows["p50_ms"].notna()].to_dict("records"):
+                text = f"{lost['lost_share']:.0%} lost"
+                at = (lost["rate"], lost["p50_ms"])
+                axes.annotate(text, at, (0, 6), textcoords="offset points", ha="center", fontsize=8, color=colour)
+        axes.set(xscale="log", yscale="log", xlabel="requests a second", title=name)
+        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("latency, ms, from when a request was due")
     axes.legend(fontsize=8)
+    figure.suptitle(title, fontsize=9)
     return figure
+
+
+def sentences(points: pd.DataFrame) -> list[str]:
+    """What the run showed, in words."""
+    table = points.pivot(index=["backbone", "rate"], columns="tier", values="p50_ms").reset_index()
+    said = [
+        f"{row['backbone']}, {row['rate']:g} requests a second: median {row['mixed']:.2f} ms cached, "
+        f"{row['none']:.2f} ms uncached."
+        for row in table[table["rate"].isin([table["rate"].min(), table["rate"].max()])].to_dict("records")
+    ]
+    return [*said, f"At most {points['lost_share'].max():.1%} of a point's requests were lost."]

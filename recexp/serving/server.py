@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Server:
     """A running server: its process, addresses and log."""
 
     process: subprocess.Popen[bytes]
-    ports: tuple[int, int, int]  # HTTP, gRPC, metrics
+    ports: Sequence[int]  # HTTP, gRPC, metrics
     log: Path
 
     @property
@@ -55,13 +55,13 @@ class Server:
         return f"grpc://{LOOPBACK}:{self.ports[1]}"
 
     @property
-    def metrics_url(self) -> str:
+    def metrics(self) -> str:
         return f"http://{LOOPBACK}:{self.ports[2]}/metrics"
 
-    def metrics(self) -> str:
-        """What Prometheus would read."""
-        with urllib.request.urlopen(self.metrics_url, timeout=10) as answer:
-            return str(answer.read().decode())
+    def ready(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.http}/v2/health/ready", timeout=5):
+            return True
+        return False
 
     def stop(self) -> int:
         """Take no more requests, answer those under way, end; returns the exit code."""
@@ -69,11 +69,12 @@ class Server:
             with Client(self.http) as client:
                 client.drain()
             self.process.terminate()
-        try:
-            return self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        self.process.kill()
+        for path in Path("/dev/shm").glob(f"{self.log.parent.name}-*"):  # left by models' processes that were killed
+            path.unlink()
+        return self.process.wait()
 
 
 @contextmanager
@@ -89,21 +90,12 @@ def serve(repository: Path, models: Sequence[str] = ("*",), timeout_s: float = 1
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recexp-serving-")))
         backends = shutil.copytree(triton / "backends", work / "backends")
-        stub = shutil.copy(
-            triton / "python_backend_stubs" / version / "triton_python_backend_stub", backends / "python"
-        )
-        for binary in (Path(stub), triton / "bin" / "tritonserver"):
-            if not os.access(binary, os.X_OK):
-                binary.chmod(0o755)
-        sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
-        ports = tuple(one.getsockname()[1] for one in sockets)
-        for one in sockets:
-            one.close()
+        shutil.copy(triton / "python_backend_stubs" / version / "triton_python_backend_stub", backends / "python")
+        with ExitStack() as sockets:  # all open at once, so that the ports differ
+            ports = [sockets.enter_context(socket.create_server((LOOPBACK, 0))).getsockname()[1] for _ in range(3)]
         flags = [f"--model-repository={repository.resolve()}", f"--backend-directory={backends}"]
-        flags += [f"--{kind}-address={LOOPBACK}" for kind in ("http", "grpc", "metrics")]
-        flags += [f"--{kind}-port={port}" for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
+        for kind, port in zip(("http", "grpc", "metrics"), ports, strict=True):
+            flags += [f"--{kind}-address={LOOPBACK}", f"--{kind}-port={port}"]
         flags += ["--allow-gpu-metrics=false", "--disable-auto-complete-config", "--exit-timeout-secs=5"]
         flags += ["--model-control-mode=explicit", *(f"--load-model={name}" for name in models)]
         flags += [f"--backend-config=python,shm-region-prefix-name={work.name}-"]
@@ -112,28 +104,14 @@ def serve(repository: Path, models: Sequence[str] = ("*",), timeout_s: float = 1
         variables["LD_LIBRARY_PATH"] = f"{sysconfig.get_config_var('LIBDIR')}:{site / 'nvidia_pytriton.libs'}"
         log = work / "server.log"
         command = [sys.executable, "-c", LAUNCH, str(triton / "bin" / "tritonserver"), *flags]
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        with log.open("wb") as out:  # in a session of its own: Ctrl-C is for this process, which then drains it
+            process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
         server = Server(process, ports, log)
-        stack.callback(_unlink_shared_memory, work.name)
         stack.callback(server.stop)
         deadline = time.monotonic() + timeout_s
-        while not _ready(server):
+        while not server.ready():
             if process.poll() is not None or time.monotonic() > deadline:
                 errors = [line for line in log.read_text(errors="replace").splitlines() if line[:1] in "Ee"]
                 raise RuntimeError("the server did not get ready:\n" + "\n".join(errors[:20]))
             time.sleep(0.1)
         yield server
-
-
-def _unlink_shared_memory(prefix: str) -> None:
-    for path in Path("/dev/shm").glob(f"{prefix}-*"):  # left by processes that were killed
-        path.unlink()
-
-
-def _ready(server: Server) -> bool:
-    try:
-        with urllib.request.urlopen(f"{server.http}/v2/health/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False

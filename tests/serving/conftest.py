@@ -6,18 +6,18 @@ import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from recexp import RankingModel, SequenceBatch
 from recexp.config import ModelConfig, ServingConfig
-
-pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed: pip install 'recexp[serving]'")
-
 from recexp.serving.builder import build
-from recexp.serving.client import Client
-from recexp.serving.server import Server, environment, serve
+
+if TYPE_CHECKING:
+    from recexp.serving.client import Client
+    from recexp.serving.server import Server
 
 PAGE_SIZE, MAX_PAIRS, MAX_CANDIDATES, NUM_ITEMS = 4, 20, 12, 60
 
@@ -40,6 +40,8 @@ def make_model(backbone: str, **changes: object) -> RankingModel:
 @contextmanager
 def served(model: RankingModel, folder: Path, *names: str, **serving: object) -> Iterator[Server]:
     """A server of the model in float64, pages of PAGE_SIZE tokens."""
+    from recexp.serving.server import serve
+
     config = ServingConfig(dtype="float64", page_size=PAGE_SIZE, **serving)
     build(model.save(folder / "checkpoint").parent, folder / "models", config)
     with serve(folder / "models", names or ("*",)) as server:
@@ -49,6 +51,8 @@ def served(model: RankingModel, folder: Path, *names: str, **serving: object) ->
 @pytest.fixture(scope="session")
 def triton() -> None:
     """Skips where no server can run."""
+    from recexp.serving.server import environment
+
     try:
         environment()
     except ValueError as error:
@@ -62,8 +66,8 @@ def servers(triton: None, tmp_path_factory: pytest.TempPathFactory):
 
         @functools.cache
         def get(backbone: str) -> tuple[RankingModel, Server]:
-            model = make_model(backbone)
-            return model, stack.enter_context(served(model, tmp_path_factory.mktemp(backbone), num_pages=513))
+            model, folder = make_model(backbone), tmp_path_factory.mktemp(backbone)
+            return model, stack.enter_context(served(model, folder, num_pages=513, timeout_ms=60_000))
 
         yield get
 
@@ -80,6 +84,8 @@ def hstu(servers) -> tuple[RankingModel, Server]:
 
 @pytest.fixture(params=["http", "grpc"])
 def client(request: pytest.FixtureRequest, hstu) -> Iterator[Client]:
+    from recexp.serving.client import Client
+
     with Client(getattr(hstu[1], request.param)) as client:
         yield client
 

@@ -11,6 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed: pip install 'recexp[serving]'")
+
 from tritonclient.utils import InferenceServerException
 
 from recexp import SequenceBatch
@@ -140,7 +143,8 @@ with served(make_model("hstu"), Path({str(tmp_path)!r}), "sparse") as server:
     print(server.process.pid, flush=True)
     time.sleep(600)
 """
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    folder = os.environ | {"TMPDIR": str(tmp_path)}  # nobody is left to remove it
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=folder)
     server = int(parent.stdout.readline())
     (stub,) = children(server)
     parent.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ from recexp.serving.builder import CHECKPOINT, IDS, SERVING, context_inputs
 
 
 class Model:
-    """A stub process serves one instance; a subclass reads a request (`read`) and answers several (`answer`)."""
+    """A stub process serves one instance. A subclass reads a request, raising for a bad one, and answers several at
+    once with the outputs of each; an answer that raises leaves no trace."""
+
+    read: Callable[[Any], Any]
+    answer: Callable[[Sequence[Any]], list[dict[str, Any]]]
 
     def initialize(self, args: Mapping[str, str]) -> None:
         if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
@@ -49,13 +53,6 @@ class Model:
             self.observe(start, answers.values())
             done |= answers
         return [done[row] for row in range(len(requests))]
-
-    def read(self, request: Any) -> Any:
-        raise NotImplementedError
-
-    def answer(self, given: Sequence[Any]) -> list[dict[str, Any]]:
-        """The outputs of each request; what it raises leaves no trace."""
-        raise NotImplementedError
 
     def groups(self, given: Mapping[int, Any]) -> list[list[int]]:
         """Which requests are answered together, in order."""
