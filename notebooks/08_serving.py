@@ -85,6 +85,9 @@ points[[*columns, "reused_per_request", "error"]].round(3)
 # %% [markdown]
 # The median is what most users see; p99 is where a queue shows first. Where the median bends upwards the server takes
 # longer than the requests leave it; requests that wait longer than the limit are refused and counted as lost.
+#
+# What a cache saves is computing, what it costs is bookkeeping on the host, the same for a small model and for a large
+# one. Two layers of width 64 on a CPU are little to save: here the cache may well cost more than it brings.
 
 # %%
 title = f"{interactions.name} over gRPC, {devices.describe_device(device)}, {experiment.load.seconds:g} s a point"
