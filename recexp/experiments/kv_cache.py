@@ -131,7 +131,7 @@ def latencies(models: Mapping[str, RankingModel], frame: pd.DataFrame, experimen
         error = float(np.sqrt(group["squares"].sum() / group["norm"].sum()))
         if tier != "none":
             wasted = -history % experiment.cache.page_size
-            columns |= {"num_pages": num_pages, "host_pages": host_pages, "error": error}
+            columns |= {"num_pages": int(num_pages), "host_pages": int(host_pages), "error": error}
             columns["wasted_share"] = wasted / max(history + wasted, 1)
         if not error <= LIMITS[dtype]:
             reason = f"logits differ from uncached ones by more than {LIMITS[dtype]}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,22 @@ COLUMNS = (*TEXTS, *SHAPES, *TIMES, "wasted_share", "error")  # their meaning: r
 
 def row(status: str, *, latency: Latency | None = None, **columns: Any) -> dict[str, Any]:
     """One point of an experiment as a row with all COLUMNS, None where nothing is given. The only way a row is made, so
-    its rules hold everywhere; breaking one is a ValueError: known columns, status, mode and tier; no time of any kind
-    without status "ok", and a reason instead; a time names device, mode and tier and is a positive number; the
-    numerical error of an "ok" point is a number."""
+    its rules hold everywhere; breaking one is a ValueError: known columns, status, mode and tier; numbers from 0 on,
+    counts whole; no time of any kind without status "ok", and a reason instead; a time names device, mode and tier and
+    is positive, p10 to p90 in order; the numerical error of an "ok" point is finite."""
     given = {**(asdict(latency) if latency else {}), **columns}
     for name in given:
         if name not in COLUMNS:
             raise ValueError(f"unknown column {name!r}; {nearest(name, list(COLUMNS))}")
     values: dict[str, Any] = {"status": status, **{name: given.get(name) for name in COLUMNS[1:]}}
     for name, known in (("status", STATUSES), ("mode", MODES), ("tier", TIERS)):
-        if values[name] is not None and values[name] not in known:
+        if (values[name] is not None or name == "status") and values[name] not in known:
             raise ValueError(f"unknown {name} {values[name]!r}; {nearest(str(values[name]), list(known))}")
-    timed = [name for name in TIMES if name != "peak_memory_bytes" and values[name] is not None]
+    numbers = {name: values[name] for name in COLUMNS if name not in TEXTS and values[name] is not None}
+    for name, x in numbers.items():
+        if not isinstance(x, Real) or x < 0 or (name in INTEGERS and x % 1):  # NaN has a rest, too
+            raise ValueError(f"{name} must be a {'whole ' * (name in INTEGERS)}number from 0 on, got {x!r}")
+    timed = [name for name in TIMES if name != "peak_memory_bytes" and name in numbers]
     if status != "ok" and timed:
         raise ValueError(f"a point that is {status!r} has no times, got {', '.join(timed)}")
     if status != "ok" and not values["reason"]:
@@ -60,7 +65,10 @@ def row(status: str, *, latency: Latency | None = None, **columns: Any) -> dict[
         raise ValueError(f"a time says where it was taken: {', '.join(missing)} missing")
     if bad := [name for name in timed if not 0 < values[name] < math.inf]:
         raise ValueError(f"{bad[0]} must be a positive number, got {values[bad[0]]}")
-    if status == "ok" and values["error"] is not None and not math.isfinite(values["error"]):
+    spread = [numbers[name] for name in ("p10_ms", "p50_ms", "p90_ms") if name in numbers]
+    if spread != sorted(spread):
+        raise ValueError(f"p10_ms, p50_ms and p90_ms must be in order, got {spread}")
+    if status == "ok" and not math.isfinite(numbers.get("error", 0)):
         raise ValueError(f"a point with numerical error {values['error']} is 'wrong', not 'ok'")
     return values
 

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def test_a_row_has_every_column_and_its_latency() -> None:
         ({"status": "ok", "latency": LATENCY, **PLACE, "tflops": math.nan}, "tflops must be a positive number"),
         ({"status": "ok", "p50_ms": 0.0, **PLACE}, "p50_ms must be a positive number, got 0.0"),
         ({"status": "ok", "error": math.nan}, "'wrong', not 'ok'"),
+        ({"status": None}, "unknown status None"),
+        ({"status": "ok", "batch_size": 1.5}, "batch_size must be a whole number from 0 on, got 1.5"),
+        ({"status": "ok", "num_pages": math.nan}, "num_pages must be a whole number"),
+        ({"status": "ok", "p50_ms": "1", **PLACE}, "p50_ms must be a number from 0 on, got '1'"),
+        ({"status": "ok", "latency": replace(LATENCY, p10_ms=1.1), **PLACE}, "must be in order, got [1.1, 1.0, 1.2]"),
     ],
 )
 def test_a_row_that_breaks_a_rule_is_refused(arguments: dict[str, Any], message: str) -> None:
