@@ -76,7 +76,8 @@ def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = 
                 axes.plot(values, [i] * len(values), "o-", color="black", markersize=3, linewidth=1)
             text = f"{mean:.3f} ({low:.3f} to {high:.3f})" if high > low else f"{mean:.3f}"
             note(axes, text, (max(high, base), i), (5, 0), va="center", ha="left")
-        axes.set_xlim(base, base + (max(seeds["max"].max(), base) - base) * 1.7)
+        low, high = min(seeds["min"].min(), base), max(seeds["max"].max(), base)
+        axes.set_xlim(low, high + 0.7 * (high - low) or 1)
         axes.set_xlabel(f"{metric} (bars start at chance, {base:g})" if base else metric)
         axes.set_yticks(range(len(models)), models)
         axes.axvline(base, color="black", linewidth=1)

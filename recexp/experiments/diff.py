@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from recexp.experiments.plots import PALETTE, Plot, in_words, note, plain, style
+from recexp.experiments.plots import PALETTE, Plot, brief, in_words, note, plain, style
 from recexp.experiments.record import SHAPES, SavedRun, load_run
 
 KEYS = ("backbone", "backend", "dtype", "mode", "tier", *SHAPES)
@@ -27,21 +27,25 @@ def compare_runs(a: SavedRun, b: SavedRun) -> pd.DataFrame:
     verdict: "slower" and "faster" (beyond noise and 3%), "within noise", "lost" (timed in a and not in b, unless
     another device refuses it), "only in a", "only in b", "" where there is nothing to compare.
 
-    Backends tell points apart only where a run has several for one. ValueError for runs of different experiments.
+    Backends tell points apart only where a run has several for one. ValueError for runs of different experiments, or
+    without a point in common.
     """
     names = [run.manifest["experiment"] for run in (a, b)]
     if names[0] != names[1]:
         raise ValueError(f"{a.path} is a run of {names[0]}, {b.path} of {names[1]}: compare runs of one experiment")
     keys = [key for key in KEYS if all(key in run.measurements for run in (a, b))]
     frames = [run.measurements.reindex(columns=[*keys, *SHOWN]) for run in (a, b)]
+    frames = [frame.astype(dict.fromkeys(SHOWN[3:], "Float64")) for frame in frames]
     if len({run.manifest["schema_version"] < 2 for run in (a, b)}) > 1:
-        frames[0]["tflops_share"] = pd.NA  # version 1 counted FLOPs of masked pairs too
+        frames[0]["tflops_share"] = np.nan  # version 1 counted FLOPs of masked pairs too
     plain = [key for key in keys if key != "backend"]
     if not any(frame.duplicated(plain).any() for frame in frames):
         keys = plain
     left, right = (frame.assign(repeat=frame.groupby(keys, dropna=False).cumcount()) for frame in frames)
     right = right[[*keys, "repeat", *SHOWN]]  # the other's backend is none of its columns where it is no key
     found = left[right.columns].merge(right, "outer", [*keys, "repeat"], suffixes=("_a", "_b"), indicator="where")
+    if len(found) and not (found["where"] == "both").any():
+        raise ValueError(f"{a.path} and {b.path} have no point in common: they were run with other configurations")
     elsewhere = (found["device_a"] != found["device_b"]).fillna(True)
     slower = found["p50_ms_b"] / found["p50_ms_a"]
     shares = [found[f"{kind}_share_a"] / found[f"{kind}_share_b"] for kind in ("tflops", "gbps")]
@@ -112,6 +116,7 @@ def diff(run_a: Path, run_b: Path, out: Path | None = None) -> bool:
     told = told.loc[:, ~told.columns.str.contains("p10|p90|device|status_a|reason_a|error|gbps")].dropna(
         axis=1, how="all"
     )
+    told = told.assign(**{name: told[name].map(brief, na_action="ignore") for name in told if name == "reason_b"})
     print(title, *([told.to_string(index=False)] if len(told) else []), sep="\n")
     print(", ".join(f"{n} {v or 'not compared'}" for v, n in found["verdict"].value_counts().items()) + f"; see {out}")
     return not found["verdict"].isin(FAULTS).any()

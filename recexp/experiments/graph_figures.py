@@ -56,7 +56,7 @@ def plot_padding(frame: pd.DataFrame, title: str) -> Plot:
         for count, share in zip(rows["buckets"], rows["padding"], strict=True):
             note(axes, f"{100 * share:.0f}", (count, 100 * share), (6, 4))
     axes.set(xlabel="token counts a batch size has", ylabel="padding, % of computed tokens")
-    axes.set_ylim(0, 115 * frame["padding"].max())
+    axes.set_ylim(0, 115 * frame["padding"].max() or 1)
     axes.set_title(title, wrap=True)
     axes.set_xticks(sorted(frame["buckets"].unique()))
     axes.legend()
@@ -85,7 +85,7 @@ def sentences(latency: pd.DataFrame, report: pd.DataFrame) -> list[str]:
         for batch_size in sorted({rows["batch_size"].min(), rows["batch_size"].max()}):
             ms = rows[rows["batch_size"] == batch_size].set_index("mode")["p50_ms"].astype(float)
             others = [f"{m} {ms[m]:.3f} ms ({ms['eager'] / ms[m]:.2f} times as fast)" for m in ms.index if m != "eager"]
-            said.append(f"{name}, {batch_size} at a time: eager {ms['eager']:.3f} ms, {', '.join(others)}.")
+            said.append(f"{name}, {batch_size} at a time: {', '.join([f'eager {ms.eager:.3f} ms', *others])}.")
     for key, rows in report[report["segments"] > 0].groupby(["backbone", "mode"], sort=False):
         said.append(
             f"{', '.join(map(str, key))}: {len(rows)} buckets were captured in {rows['capture_ms'].sum() / 1e3:.1f} s."

@@ -5,7 +5,7 @@ Figures are objects of their own (no pyplot state), so drawing many neither leak
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib
@@ -76,7 +76,7 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency", panels: bo
     columns = len(parts) if len(parts) < 4 else 2
     rows = -(-len(parts) // columns)
     figure = Plot(8, 5) if len(parts) == 1 else Plot(4 * columns + 1, 4 * rows)
-    fixed, order = _fixed(frame, x), list(frame["backbone"].dropna().unique())
+    fixed, order = _fixed(frame, x), {name: i for i, name in enumerate(frame["backbone"].unique())}
     for axes, part in zip(figure.panels(rows, columns), parts, strict=False):
         _draw_latency(axes, part, x, order)
         _scales(axes, np.unique(floats(frame[x])), floats(frame["p50_ms"].dropna()))
@@ -98,7 +98,7 @@ def _fixed(frame: pd.DataFrame, x: str) -> dict[str, object]:
     return {name: frame[name].iloc[0] for name in used if frame[name].nunique(dropna=False) == 1}
 
 
-def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Sequence[str]) -> None:
+def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Mapping[Any, int]) -> None:
     varying: list[str] = []
     for name in (name for name in SERIES if name in frame and name != x):  # what tells lines apart, and no more
         if frame.groupby([x, *varying], dropna=False)[name].nunique(dropna=False).max() > 1:
@@ -106,7 +106,7 @@ def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Sequence[str])
     groups = list(frame.groupby(varying, dropna=False, sort=False)) if varying else [((), frame)]
     for i, (key, group) in enumerate(groups):
         alone = varying == ["backbone"]  # a backbone has the same colour in every panel
-        at_colour = order.index(key[0]) if alone else i
+        at_colour = order[key[0]] if alone else i
         name, colour = in_words(dict(zip(varying, key, strict=True))), PALETTE[at_colour % len(PALETTE)]
         timed, lost = group[group["p50_ms"].notna()], group[group["p50_ms"].isna()]
         at, p10, p50, p90 = (floats(timed[column]) for column in (x, "p10_ms", "p50_ms", "p90_ms"))
@@ -118,7 +118,9 @@ def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Sequence[str])
             above = middle > others.mean() or (middle == others.mean() and i == 0)  # labels keep apart
             note(axes, f"{middle:.3g}", (value, middle), (0, 7 if above else -12), color=colour)
         for status, some in lost.groupby("status"):
-            label = textwrap.fill(f"{name} {status}: {'; '.join(some['reason'].dropna().unique())}".strip(), 50)
+            label = textwrap.fill(
+                f"{name} {status}: {'; '.join(some['reason'].dropna().map(brief).unique())}".strip(), 50
+            )
             foot = np.full(len(some), 0.02 + 0.03 * i)
             axes.plot(floats(some[x]), foot, "x", color=colour, label=label, transform=axes.get_xaxis_transform())
     if varying or frame["p50_ms"].isna().any():
@@ -127,8 +129,8 @@ def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Sequence[str])
 
 @style
 def plot_error_heatmap(frame: pd.DataFrame, title: str = "Relative difference, ‖a − r‖ / ‖r‖") -> Plot:
-    """A frame of trace_differences as layers × operations, colours by the logarithm. An exact 0 is white, what could
-    not be compared grey, an infinite difference (NaN) red."""
+    """Columns layer, operation and relative as a map, colours by the logarithm. An exact 0 is white, what could not be
+    compared grey, an infinite difference (NaN) red."""
     layers, operations = list(frame["layer"].unique()), list(frame["operation"].unique())
     values = floats(frame["relative"])
     positive = values[np.isfinite(values) & (values > 0)]
@@ -156,6 +158,11 @@ def in_words(values: Mapping[str, object]) -> str:
     bare = ("device", "backbone", "backend", "dtype", "mode")
     parts = {name: "?" if pd.isna(value) else str(value) for name, value in values.items()}  # type: ignore[call-overload]
     return ", ".join(value if name in bare else f"{name.replace('_', ' ')} {value}" for name, value in parts.items())
+
+
+def brief(reason: str) -> str:
+    """The first line of a reason, at most 200 characters."""
+    return reason.partition("\n")[0][:200]
 
 
 def floats(column: pd.Series) -> np.ndarray:

@@ -109,6 +109,21 @@ def test_a_run_of_version_1_is_compared_by_what_it_has(tmp_path: Path) -> None:
     assert verdicts(version_1, version_2) == verdicts(version_2, version_1) == {1: ""}
 
 
+def test_a_run_of_version_1_without_a_column_of_shares_is_compared(tmp_path: Path) -> None:
+    """On one device, by time; a column of nothing at all divides by nothing."""
+    a, b = saved(tmp_path, timed(1, 1, 1, 1)), saved(tmp_path, timed(1, 1, 1, 1))
+    a.manifest["schema_version"] = 1
+    assert verdicts(a, b) == verdicts(b, a) == {1: "within noise"}
+
+
+def test_runs_without_a_point_in_common_are_no_success(tmp_path: Path) -> None:
+    a, b = saved(tmp_path, timed(1, 1, 1, 1)), saved(tmp_path, timed(2, 1, 1, 1))
+    for other in (b, saved(tmp_path)):
+        with pytest.raises(ValueError, match="no point in common"):
+            compare_runs(a, other)
+    assert set(verdicts(a, a).values()) == {"within noise"}
+
+
 def test_runs_of_other_experiments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is a run of speed, .* of size: compare runs of one experiment"):
         compare_runs(saved(tmp_path, timed(1, 1, 1, 1)), saved(tmp_path, timed(1, 1, 1, 1), name="size"))

@@ -95,6 +95,31 @@ def test_tradeoffs_draw_every_path_and_join_sizes() -> None:
     assert "own_2\n0.900, 20 MB" in [text.get_text() for text in right.texts]
 
 
+def test_latency_survives_what_runs_bring() -> None:
+    """A backbone of no name, a traceback for a reason, twelve series, one row, spans of twelve decades."""
+    failed = row("failed", reason="E: " + "x" * 300 + "\n  at line 1", backbone=None, batch_size=1, **PLACE)
+    labels = plot_latency(to_frame([*points(), failed]), "batch_size").axes[0].get_legend().get_texts()
+    assert max(len(label.get_text()) for label in labels) < 230 and "at line" not in str(labels)
+    many = [{**p, "backend": f"b{i}"} for i in range(12) for p in points()[:3]]
+    lines = {
+        (bar[0].get_color(), bar[0].get_linestyle())
+        for bar in plot_latency(to_frame(many), "batch_size").axes[0].containers
+    }
+    assert len(lines) == 12
+    texts(plot_latency(to_frame(points()[:1]), "batch_size", panels=True))
+    far = [
+        {**points()[0], "p10_ms": t, "p50_ms": t, "p90_ms": t, "batch_size": n} for n, t in ((1, 1e-6), (10**6, 1e6))
+    ]
+    assert plot_latency(to_frame(far), "batch_size").axes[0].get_yscale() == "log"
+
+
+def test_quality_below_chance_stays_in_the_picture() -> None:
+    rows = pd.DataFrame([("a", "AUC", 0.3), ("b", "AUC", 0.8)], columns=["model", "metric", "value"])
+    for frame in (rows, rows[:1]):
+        axes = plot_quality(frame, {"AUC": 0.5}).axes[0]
+        assert axes.get_xlim()[0] <= 0.3 and axes.get_xlim()[1] > max(0.5, frame["value"].max())
+
+
 def test_latency_of_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="no row has page_size"):
         plot_latency(to_frame([row("ok", batch_size=1)]), "page_size")
