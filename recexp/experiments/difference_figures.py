@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from recexp.experiments.plots import PALETTE, Plot, note, style
+from recexp.experiments.plots import PALETTE, Plot, brief, note, style
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
 COLOURS = dict(zip(DTYPES, ("#000000", *PALETTE[0:4:3], *PALETTE[1:3]), strict=True))
@@ -14,19 +15,27 @@ COLOURS = dict(zip(DTYPES, ("#000000", *PALETTE[0:4:3], *PALETTE[1:3]), strict=T
 @style
 def plot_verdicts(differences: pd.DataFrame, title: str) -> Plot:
     """Logits of every pair as a share of what the rule allows, a panel a model, a dot a dtype, the largest with its
-    number; beyond the line at 1 the rule is broken. What is equal bit for bit stands at the left edge."""
+    number; beyond the line at 1 the rule is broken. Equal bit for bit: at the left edge; infinitely far off: at the
+    right one."""
     logits = differences[differences["layer"] == "model"].sort_values("kind", kind="stable")
-    logits = logits.assign(share=logits["looked_at"] / logits["limit"], pair=logits["kind"] + ": " + logits["tested"])
+    share = (logits["looked_at"] / logits["limit"]).fillna(0)  # 0 of 0
+    logits = logits.assign(share=share, pair=logits["kind"] + ": " + logits["tested"])
     models, pairs = list(logits["model"].unique()), list(logits["pair"].unique())
-    edge = logits["share"].where(logits["share"] > 0, 1).min() / 3
+    edge, end = share.where(share > 0, 1).min() / 3, 3 * max(1, share.where(share < np.inf, 1).max())
     figure = Plot(3.5 + 4.2 * len(models), 1.7 + 0.24 * len(pairs))
     for axes, model in zip(figure.panels(1, len(models)), models, strict=True):
-        mine = logits[logits["model"] == model].assign(at=lambda frame: frame["share"].clip(lower=edge))
+        mine = logits[logits["model"] == model].assign(at=lambda frame: frame["share"].clip(edge, end))
         for dtype in (dtype for dtype in COLOURS if dtype in set(logits["dtype"])):
             some = mine[mine["dtype"] == dtype]
             axes.plot(some["at"], some["pair"].map(pairs.index), "o", color=COLOURS[dtype], alpha=0.8, label=dtype)
         for pair, at in mine.groupby("pair")["at"].max().items():
-            note(axes, "0" if at == edge else f"{at:.2g}", (at, pairs.index(str(pair))), (6, -3), ha="left")
+            note(
+                axes,
+                "0" if at == edge else "inf" if at == end else f"{at:.2g}",
+                (at, pairs.index(str(pair))),
+                (6, -3),
+                ha="left",
+            )
         axes.axvline(1, color="#CC0000")
         axes.set(xscale="log", title=model, xlabel="difference, as a share of the limit", xlim=(edge / 2, None))
         axes.set_yticks(range(len(pairs)), pairs)
@@ -73,13 +82,15 @@ def plot_rankings(rankings: pd.DataFrame, title: str) -> Plot:
 
 
 def say_ways(rows: pd.DataFrame, differences: pd.DataFrame) -> str:
-    """Whether every way keeps the rule, and how many single operations go beyond it."""
-    wrong, counts = rows[rows["status"].isin(["wrong", "failed"])], rows["status"].value_counts()
-    if len(wrong):
-        listed = wrong["backbone"] + " " + wrong["dtype"] + " " + wrong["backend"] + ": " + wrong["reason"]
-        return f"**{len(wrong)} of {len(rows)} ways are wrong.** {'; '.join(listed)}."
+    """Whether every way keeps the rule, what could not run, and how many single operations go beyond the rule."""
+    name = rows["backbone"] + " " + rows["dtype"] + " " + rows["backend"] + ": " + rows["reason"].map(brief, "ignore")
+    bad, counts = {s: name[rows["status"] == s] for s in ("wrong", "failed")}, rows["status"].value_counts()
+    missing = f"{counts.get('refused', 0)} were refused, {len(bad['failed'])} failed"
+    missing += "".join(f"; {one}" for one in bad["failed"])
+    if len(bad["wrong"]):
+        return f"**{len(bad['wrong'])} of {len(rows)} ways are wrong.** {'; '.join(bad['wrong'])} ({missing})."
     beyond = differences[~differences["equal"] & differences["looked_at"].notna()]
-    said = f"All {counts['ok']} ways that ran keep the rule ({counts.get('refused', 0)} were refused)"
+    said = f"All {counts.get('ok', 0)} ways that ran keep the rule ({missing})"
     names = f" ({', '.join((beyond['tested'] + ': ' + beyond['operation']).unique())})" if len(beyond) else ""
     return f"{said}; {len(beyond):,} of {len(differences):,} single operations exceed their limit{names}."
 
@@ -96,8 +107,9 @@ def say_rankings(rankings: pd.DataFrame) -> str:
     """How many candidate pairs each dtype moves, and what becomes of AUC."""
     said = []
     for dtype, some in rankings[rankings["dtype"] != "float64"].groupby("dtype", sort=False):
-        moved = [f"1 in {100 / x:,.0f}" if x else "none" for x in some["pairs moved, %"]]
+        moved = [f"1 in {100 / x:,.0f}" if x > 0 else "none" if x == 0 else "all" for x in some["pairs moved, %"]]
         parts = ", ".join(f"{count} of {model}" for count, model in zip(moved, some["model"], strict=True))
+        parts += ", whose logits are not finite" if some["pairs moved, %"].isna().any() else ""
         said.append(f"{dtype} {parts} (AUC by at most {some['AUC change'].abs().max():.0e})")
     return f"Pairs of candidates that change places: {'; '.join(said)}."
 

@@ -136,8 +136,9 @@ def ways(model: RankingModel, config: DifferenceConfig) -> list[tuple[str, Way, 
     for dtype in config.dtypes:
         plain, copy = Way(dtype), in_dtype(model, Way(dtype).torch_dtype, attention_backend="auto")
         auto, *paged = (Way(dtype, backend_of(copy, size), size) for size in (None, *config.page_sizes))
-        found += [("dtype", auto, Way())] if dtype != "float64" else []
-        if dtype == "tf32":
+        attends = auto.backend != "none"  # else there are no backends to compare, nor a cache
+        found += [("dtype", auto if attends else plain, Way())] if dtype != "float64" else []
+        if dtype == "tf32" or not attends:
             continue
         found += [("backend", Way(dtype, name), plain) for name in attention_backends if name != "reference"]
         found += [("fused layer", replace(auto, fused=True), plain)] if model.config.backbone == "hstu" else []
@@ -192,6 +193,10 @@ def compare_ways(
     shape = {c: getattr(model.config, c) for c in ("num_layers", "hidden_size", "num_heads", "head_dim")}
     shape |= {"device": describe_device(model.device), "backbone": name, "num_tokens": len(probe.is_new)}
     shape |= {"batch_size": probe.batch.batch_size, "num_candidates": len(probe.batch.candidate_ids)}
+    if not frames:
+        raise ValueError(
+            f"models.{name}: no pair of ways could be compared: {[pairs[0] for pairs in outcomes.values()]}"
+        )
     rows = []
     for way, pairs in outcomes.items():
         status, _, error = max(pairs, key=lambda outcome: outcome[0] != "ok")  # the first that is not, if any
@@ -267,7 +272,7 @@ def rankings(
     model: RankingModel, dtypes: Sequence[str], interactions: Interactions, requests: Requests, task: TaskConfig, k: int
 ) -> pd.DataFrame:
     """What a dtype costs a user, a row a dtype, against the truth: the order of each request's candidates by the first
-    task, and the change of that task's AUC, GAUC and NDCG@10."""
+    task, and the change of that task's AUC, GAUC and NDCG@10; neither where a logit is not finite."""
     actions = interactions.action_ids[candidate_rows(interactions, requests)]
     wanted, users = labels(actions, [task], interactions.action_values)[:, 0], requests.candidate_users
     expected = predict_requests(reference_of(model), interactions, requests)
@@ -275,8 +280,11 @@ def rankings(
     for dtype in dtypes:
         with on_way(model, Way(dtype, "auto")) as copy:
             found = predict_requests(copy, interactions, requests)
-        after = ranking_metrics(found[:, 0], wanted, users)
         error = compare.difference(torch.from_numpy(found), torch.from_numpy(expected)).relative
+        if not np.isfinite(found).all():  # no order, then
+            rows.append({"dtype": dtype, "relative error of logits": error})
+            continue
+        after = ranking_metrics(found[:, 0], wanted, users)
         order = compare.ranking_difference(found[:, 0], expected[:, 0], requests.end - requests.split, k)
         change = {f"{key.upper()} change": round(after[key] - before[key], 12) for key in ("auc", "gauc", "ndcg")}
         rows.append({"dtype": dtype, "relative error of logits": error, **order, **change})

@@ -14,7 +14,7 @@ import torch
 from recexp import RankingModel
 from recexp.data import load_interactions, make_splits
 from recexp.experiments.compare import difference, equal, trace
-from recexp.experiments.difference_figures import plot_verdicts, say_growth, say_rankings, say_ways
+from recexp.experiments.difference_figures import plot_rankings, plot_verdicts, say_growth, say_rankings, say_ways
 from recexp.experiments.numerical_diff import (
     LOGITS,
     Way,
@@ -127,6 +127,8 @@ def test_a_way_that_is_off_is_wrong_in_every_dtype(small, monkeypatch: pytest.Mo
     said = say_ways(table, frame)
     assert said.startswith("**4 of") and "hstu float32 off: backend: logits off" in said
     assert plot_verdicts(frame, "x").axes[0].get_xlim()[1] > 10  # the broken ones are in the picture
+    broken = frame.assign(looked_at=frame["looked_at"].where(frame["tested"] != "off", np.inf))
+    assert "inf" in [text.get_text() for text in plot_verdicts(broken, "x").axes[0].texts]
 
 
 def test_operations_show_what_logits_hide(small, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +160,37 @@ def test_a_way_that_raises_is_a_row(small, monkeypatch: pytest.MonkeyPatch) -> N
     failed = rows[rows["status"] == "failed"]
     assert set(failed["page_size"]) == {8} and set(failed["reason"]) == {"OutOfMemoryError: no room"}
     assert "ok" in set(rows["status"][rows["page_size"] == 4])
+    rows.loc[failed.index, "reason"] = "CompilationError: " + "x" * 300 + "\n  at 145:20"
+    said = say_ways(rows, pd.DataFrame({"equal": [True], "looked_at": [0.0]}))
+    assert "wrong" not in said and f"{len(failed)} failed; hstu float64 reference: CompilationError: xxx" in said
+    assert "at 145" not in said and len(said) < 200 + 250 * len(failed)
+
+
+def test_a_layer_without_attention_has_dtypes_to_compare_and_no_more(small) -> None:
+    quick = load_experiment(QUICK.with_name("compare_backbones_quick.yaml"))
+    experiment, interactions, test, *_ = small
+    model = RankingModel(quick.models["attention_free"])
+    probe = make_probe(interactions, test, model.config, 3)
+    rows, frame = compare_ways("own", model, probe, experiment.difference, quiet=True)
+    assert [(row["dtype"], row["status"]) for row in rows] == [
+        ("float32", "ok"), ("tf32", "refused"), ("bfloat16", "ok"), ("float16", "ok"),
+    ]  # fmt: skip
+    assert set(frame["kind"]) == {"dtype"} and "proj" in set(frame["operation"])
+    with pytest.raises(ValueError, match="no pair of ways could be compared"):
+        compare_ways("own", model, probe, experiment.difference.model_copy(update={"dtypes": ["tf32"]}), quiet=True)
+
+
+def test_logits_that_overflow_have_no_order(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, interactions, test, models, _ = small
+    model = RankingModel(models["hstu"].config)
+    with torch.no_grad():
+        for weight in model.head.parameters():
+            weight.mul_(1e6)
+    asked = interactions, test, experiment.data.tasks[0], 3
+    frame = rankings(model, ["float64", "float16"], *asked).assign(model="m")
+    assert np.isinf(frame["relative error of logits"].iloc[1]) and np.isnan(frame["Kendall tau"].iloc[1])
+    assert "float16 all of m, whose logits are not finite" in say_rankings(frame)
+    plot_rankings(frame, "x").savefig("/dev/null", format="png")
 
 
 def test_judged_is_the_rule_of_equal() -> None:
