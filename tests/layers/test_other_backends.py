@@ -70,6 +70,11 @@ def test_flex_refuses_silu_and_pages():
     assert "paged" in refusal("flex", request(CPU, "softmax", page_size=64))
 
 
+def test_flex_refuses_float64_where_it_is_compiled():
+    assert "no FlexAttention of float64" in refusal("flex", request(CUDA, "softmax", torch.float64))
+    assert refusal("flex", request(CUDA, "softmax")) is refusal("flex", request(CPU, "softmax", torch.float64)) is None
+
+
 @pytest.mark.parametrize("function", [operator, old_operator])
 def test_fbgemm_gets_arguments_of_the_installed_signature(installed, function):
     installed(function)

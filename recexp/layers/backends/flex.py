@@ -39,6 +39,8 @@ def refuses(request: AttentionRequest) -> str | None:
         return "FlexAttention always normalises by softmax"
     if request.page_size is not None:
         return "it reads contiguous keys, not a paged cache"
+    if request.device.type == "cuda" and request.dtype == torch.float64:
+        return "torch compiles no FlexAttention of float64 for CUDA"
     if request.device.type == "cuda" and (request.head_dim < 16 or request.head_dim & (request.head_dim - 1)):
         return f"head_dim {request.head_dim} is not a power of two from 16 on"
     return None
