@@ -38,7 +38,8 @@ quiet = False
 # Change the layer below, or write another one: its constructor takes the model's configuration, its call the tokens of
 # all users, one behind the other. One rule holds for every backbone: a history token sees itself and what came before
 # it, a candidate sees the whole history and itself. A model in the configuration file whose `backbone` is the
-# registered name is trained, measured and compared in every plot. `recexp run` finds this cell by its tag.
+# registered name is checked against the rule, trained, measured and compared in every plot. `recexp run` finds this
+# cell by its tag.
 #
 # The example keeps running sums in place of keys and values (the simple attention-free Transformer of Zhai et al.,
 # arXiv 2105.14103), so there is nothing to put into a paged cache, and it says so.
@@ -88,6 +89,8 @@ from recexp.experiments.run import load_experiment
 from recexp.train import train
 
 experiment = load_experiment(config, overrides)
+for name, model in experiment.models.items():
+    backbones.check_rule(name, model)
 device = devices.resolve(experiment.device)
 run = start_run(experiment.name, experiment, results, run_dir=run_dir or None, quiet=quiet)
 display(Markdown(f"Measured on **{devices.describe_device(device)}**, torch {torch.__version__}."))

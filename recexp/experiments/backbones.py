@@ -7,15 +7,44 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 import torch
+from torch.autograd.functional import jacobian
 
-from recexp.config import MeasureConfig
+from recexp.batch import TokenBatch
+from recexp.config import MeasureConfig, ModelConfig
 from recexp.data.interactions import Interactions
 from recexp.data.requests import Requests, make_batch
 from recexp.experiments.measure import request_flops
+from recexp.layers.backbone import Backbone
 from recexp.model import RankingModel
 
 MEMORY = "bytes of weights and 1,000 cached users"
 TIE = 0.01  # of AUC or GAUC: about what another seed changes
+
+
+def check_rule(name: str, config: ModelConfig) -> None:
+    """ValueError where the layers of models.<name> break the rule that holds for every backbone: [T, D] in and out; a
+    history token sees itself and what came before it, a candidate the history and itself; nobody another user. What a
+    row sees are the rows that it has a gradient of."""
+    offsets, candidates = torch.tensor([0, 6, 9], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
+    allowed = torch.block_diag(torch.ones(6, 6), torch.ones(3, 3)).tril().bool()
+    allowed[:, [4, 5, 8]] = torch.eye(9).bool()[:, [4, 5, 8]]
+    x, mix = torch.randn(10, config.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).split(
+        (9, 1)
+    )
+    try:
+        layers = Backbone(config).double().eval()
+        seen = jacobian(lambda x: layers(TokenBatch(x, offsets, candidates, 6)) @ mix[0], x).norm(dim=-1)  # [T, T]
+    except Exception as error:
+        raise ValueError(
+            f"models.{name}: the layer {config.backbone} fails: {type(error).__name__}: {error}"
+        ) from error
+    if seen.shape != allowed.shape or not seen.isfinite().all():
+        raise ValueError(f"models.{name}: of 9 rows the layer {config.backbone} must make 9, of finite numbers")
+    if len(wrong := ((seen > 0) & ~allowed).nonzero()):
+        tokens = [f"history token {i}" for i in range(4)] + ["candidate 0", "candidate 1"]
+        tokens += [f"{token} of the next user" for token in (*tokens[:2], tokens[4])]
+        row, other = (tokens[i] for i in wrong[0])
+        raise ValueError(f"models.{name}: the layer {config.backbone} lets {row} see {other}; mask it")
 
 
 def sizes(models: Mapping[str, RankingModel], latency: pd.DataFrame, config: MeasureConfig) -> pd.DataFrame:

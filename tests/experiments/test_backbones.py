@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
 from recexp import RankingModel, SequenceBatch
 from recexp.config import ModelConfig
 from recexp.data import load_interactions, make_splits
-from recexp.experiments.backbones import sizes, summarise
+from recexp.experiments.backbones import check_rule, sizes, summarise
 from recexp.experiments.latency import _cached, in_dtype, latencies, requests_of_length
 from recexp.experiments.quality import seed_table
 from recexp.experiments.record import load_run
 from recexp.experiments.run import load_experiment, run_experiment
+from recexp.layers import backbones, register_backbone
 
 ROOT = Path(__file__).parents[2]
 QUICK = ROOT / "configs/experiments/compare_backbones_quick.yaml"
@@ -66,6 +69,42 @@ def test_run_has_quality_figures_and_a_report_of_its_own(run_folder: Path) -> No
 def test_every_figure_has_the_layer_of_the_notebook(run_folder: Path) -> None:
     for name in ("quality_task1", "sizes", "latency_batch", "latency_history", "training", "tradeoffs"):
         assert "attention_free" in (run_folder / f"figures/{name}.svg").read_text(), name  # glyphs come with a comment
+
+
+class Broken(nn.Module):
+    """A linear layer, and what a way to break the rule adds."""
+
+    def __init__(self, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.spoil = nn.Linear(64, 64), spoil
+
+    def forward(self, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        return self.linear(x) + self.spoil(x)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda x: x.mean(0, keepdim=True), "lets history token 0 see history token 1"),
+        (lambda x: x.cumsum(0), "lets candidate 1 see candidate 0"),
+        (lambda x: torch.cat([x[:6] * 0, x[:3]]), "lets history token 0 of the next user see history token 0"),
+        (lambda x: x / (x * 0), "must make 9, of finite numbers"),
+        (lambda x: x[:, :3], "fails: RuntimeError: The size of tensor"),
+    ],
+)
+def test_a_layer_that_breaks_the_rule_is_refused(
+    spoil: Callable[[torch.Tensor], torch.Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backbones, "_entries", dict(backbones._entries))
+    config = load_experiment(QUICK).models["attention_free"]
+    register_backbone("attention_free")(lambda config: Broken(spoil))
+    with pytest.raises(ValueError, match=f"^models.mine: .*{message}"):
+        check_rule("mine", config)
+
+
+def test_the_layers_of_the_experiment_keep_the_rule() -> None:
+    for name, config in load_experiment(QUICK).models.items():
+        check_rule(name, config)
 
 
 def test_the_layer_of_the_notebook_keeps_the_rule_of_visibility() -> None:
