@@ -4,7 +4,8 @@ adapter: a lookup of 8,192 rows of 128 float32 through the store, with its check
 keys' values, less the same call of the engine; host time, results awaited, the three called in turn, 10th percentiles
 (which whoever else uses the machine disturbs least).
 bandwidth, on a GPU: 131,072 random keys of 1,000,000 rows of 256 bfloat16 (float16 where an engine has no bfloat16),
-keys checked beforehand as a model's are; bytes read and written, as a share of a large copy's in the same run.
+keys checked beforehand as a model's are; bytes read and written, as a share of a large copy's in the same run. For
+torch also both ways that its lookup may take: PyTorch's index_select and the Triton kernel.
 Under a minute; engines that are absent are named with the reason.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 import numpy as np
 import torch
 
 from recexp.cache.embeddings import EmbeddingStore, engines
+from recexp.cache.embeddings.gather import gather_rows
 from recexp.devices import describe_device, resolve
 from recexp.experiments.measure import ceilings, measure
 
@@ -60,16 +63,18 @@ def bandwidth(engine: str, device: torch.device) -> None:
     dtype = torch.bfloat16 if torch.bfloat16 in engines[engine].dtypes else torch.float16
     store = make(engine, 1_000_000, 256, dtype, device)
     inputs = [(torch.randint(1_000_000, (131_072,), device=device),) for _ in range(NUM_INPUTS)]
-    for (keys,) in inputs:
-        store.check_keys(keys)
-    latency = measure(lambda keys: store.lookup(keys, checked=True), inputs, device=device, max_seconds=1)
-    moved = 131_072 * (2 * store.row_bytes + 8)
-    gbps, copy = moved / latency.p50_ms / 1e6, ceilings(device, torch.float32).gbps
-    print(
-        f"bandwidth  {engine:8} {str(dtype).removeprefix('torch.')} {latency.p50_ms * 1e3:.1f} us "
-        f"({latency.p10_ms * 1e3:.1f} to {latency.p90_ms * 1e3:.1f}), {gbps:.0f} GB/s, {gbps / copy:.0%} of a copy's "
-        f"{copy:.0f}; target 60%: {'met' if gbps > 0.6 * copy else 'MISSED'}"
-    )
+    ways = {"lookup": partial(store.lookup, checked=True)}
+    if engine == "torch":  # what a lookup may choose from
+        ways |= {"index_select": partial(store.table.index_select, 0), "gather_rows": partial(gather_rows, store.table)}
+    moved, copy = 131_072 * (2 * store.row_bytes + 8), ceilings(device, torch.float32).gbps
+    for way, call in ways.items():
+        latency = measure(call, inputs, device=device, max_seconds=1)
+        gbps = moved / latency.p50_ms / 1e6
+        print(
+            f"bandwidth  {engine:8} {way:12} {str(dtype).removeprefix('torch.')} {latency.p50_ms * 1e3:.1f} us "
+            f"({latency.p10_ms * 1e3:.1f} to {latency.p90_ms * 1e3:.1f}), {gbps:.0f} GB/s, {gbps / copy:.0%} of a "
+            f"copy's {copy:.0f}; target 60%: {'met' if gbps > 0.6 * copy else 'MISSED'}"
+        )
 
 
 def main() -> None:

@@ -110,6 +110,7 @@ def bad_rows(store: EmbeddingStore) -> dict[str, Any]:
         "1-D": rows.flatten(),
         "strided": torch.ones(DIM, 2, device=store.device).T,
         "another device": rows.to("meta"),
+        "sparse": rows.to_sparse(),
         "NaN": rows * torch.nan,
         "infinite": rows / 0,
     }
@@ -148,7 +149,7 @@ def test_errors_name_value_limit_and_way_out() -> None:
         store.lookup(torch.tensor([0, -1, 97]))
     with pytest.raises(ValueError, match=r"torch.int32 \[1\].*must be a contiguous 1-D tensor of torch.int64"):
         store.lookup(torch.tensor([1], dtype=torch.int32))
-    with pytest.raises(ValueError, match="the row of key 7 holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"the row of key 7 holds NaN or infinity, or more than ±3.4"):
         store.update(torch.tensor([6, 7]), torch.tensor([[0.0], [torch.inf]]).repeat(1, DIM))
 
 
@@ -205,6 +206,67 @@ def test_quantised_tables(precision: str, bits: int) -> None:
     assert store.stats().device_bytes == 50 * (64 * bits // 8 + 4)
 
 
+def test_rows_beyond_float16_are_refused_by_quantised_tables() -> None:
+    """A row's scale and offset are float16: such rows would come back as NaN."""
+    store = make("fbgemm", {}, precision="int8")
+    row = torch.tensor([[65504.0, -65504.0] + [0.0] * (DIM - 2)])
+    store.update(torch.tensor([3]), row)
+    assert (store.lookup(torch.tensor([3])) - row).abs().max() <= 65504 / 255 * 2
+    with pytest.raises(ValueError, match="the row of key 4 holds NaN or infinity, or more than ±65504"):
+        store.update(torch.tensor([3, 4]), torch.cat([row / 2, row * 1.001]))
+    assert store.stats().num_known == 1 and store.lookup(torch.tensor([3]))[0, 0] > 65000
+
+
+@pytest.mark.parametrize("engine", ["torch", "fbgemm"])
+def test_stores_take_no_part_in_gradients_or_inference_mode(engine: str) -> None:
+    with torch.inference_mode():
+        store = make(engine, {})
+        store.update(torch.tensor([1]), torch.ones(1, DIM))
+    store.update(torch.tensor([2]), torch.ones(1, DIM, requires_grad=True) * 2)
+    store.insert(torch.tensor([3]), torch.nn.Parameter(torch.full((1, DIM), 3.0)))
+    with torch.inference_mode():
+        keys, rows = torch.tensor([1, 4]), torch.full((2, DIM), 4.0)
+        store.erase(torch.tensor([1]))
+    store.update(keys[1:], rows[1:])
+    found = store.lookup(torch.arange(1, 5))
+    assert found[:, 0].tolist() == [0, 2, 3, 4] and not found.requires_grad and not store.table.requires_grad
+
+
+def test_an_engine_is_never_asked_for_a_key_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, asked = make("torch", {}), []
+    monkeypatch.setattr(store, "_gather", lambda keys: asked.extend(keys.tolist()) or store.table[keys])
+    for wrong in (-1, NUM_ROWS, -(2**63), 2**63 - 1):
+        with pytest.raises(ValueError, match=f"key {wrong} is out of range"):
+            store.lookup(torch.tensor([5, wrong]))
+    assert set(asked) <= set(range(NUM_ROWS)) and store.num_keys == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("dim", "dtype"), [(256, torch.bfloat16), (24, torch.float16), (2, torch.float64)])
+def test_gather_rows(device: str, dim: int, dtype: torch.dtype) -> None:
+    """Every bit, NaN or not, for rows whose width is a power of two or not."""
+    kernel = pytest.importorskip("recexp.cache.embeddings.gather")
+    if not kernel.AVAILABLE:
+        pytest.skip("Triton is not installed")
+    random = torch.Generator().manual_seed(0)
+    table = torch.randint(-(2**62), 2**62, (301, dim * dtype.itemsize // 8), generator=random).view(dtype).to(device)
+    for count in (1, 65, 1000):
+        keys = torch.randint(301, (count,), generator=random).to(device)
+        found = kernel.gather_rows(table, keys)
+        assert found.dtype == dtype and found.shape == (count, dim)
+        assert torch.equal(found.view(torch.int64), table.index_select(0, keys).view(torch.int64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [256, 3])
+def test_many_keys_give_the_rows_that_few_give(dim: int) -> None:
+    store = make("torch", {"device": "cuda"}, 1000, dim)
+    rows = torch.randn(1000, dim, device="cuda")
+    store.update(on(store, range(1000)), rows)
+    keys = torch.randint(1000, (100_000,), device="cuda")
+    assert torch.equal(store.lookup(keys), rows[keys]) and torch.equal(store.lookup(keys[:9]), rows[keys[:9]])
+
+
 @pytest.mark.parametrize(
     ("engine", "options", "match"),
     [
@@ -213,8 +275,12 @@ def test_quantised_tables(precision: str, bits: int) -> None:
         ("torch", {"cache_ratio": 0.5}, "cache_ratio is below 1 only where"),
         ("torch", {"dtype": torch.int32}, "no tables of torch.int32; use torch.float64"),
         ("fbgemm", {"dtype": torch.bfloat16}, "no tables of torch.bfloat16; use torch.float32, torch.float16"),
-        ("fbgemm", {"precision": "int2"}, "precision='int2'.*must be None, or int8 or int4"),
-        ("fbgemm", {"precision": "int4", "dim": 7}, "even width"),
+        ("fbgemm", {"precision": "int2"}, "precision='int2'.*must be None, int8 .* or int4"),
+        ("fbgemm", {"precision": "int8", "dim": 7}, "even width"),
+        ("fbgemm", {"precision": "int4", "dim": 6}, "multiple of 4"),
+        ("fbgemm", {"num_rows": 2**31}, "num_rows is 2147483648; fbgemm has keys of 32 bits"),
+        ("torch", {"device": "gpu"}, "device 'gpu' is not a device"),
+        ("torch", {"device": "cuda:99"}, "device 'cuda:99' asked for, and this machine has"),
         ("nve", {"layer": "linear_uvm"}, "must be host on a CPU"),
     ],
 )

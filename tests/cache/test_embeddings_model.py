@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,6 +87,33 @@ def test_updates_show_and_empty_the_kv_cache_of_every_model_that_shares_the_stor
             assert set(model.cache.statistics().tail(3)["tier"]) == {"miss"}
             assert torch.allclose(after, model.predict(batch()), rtol=1e-5, atol=1e-5)
             assert not torch.allclose(after, before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ids_of_any_integer_type_on_any_device(device: str) -> None:
+    """As over the model's own tables: a store on the CPU too serves a batch and a model on a GPU."""
+    model = make_model(device)
+    own = model.predict(batch())
+    item = model.sequence.item_embedding.weight.detach().cpu()
+    store = engines["torch"](*item.shape)
+    store.update(torch.arange(len(item)), item)
+    model.use_stores({"item": store})
+    ids = {name: getattr(batch(), name).int() for name in ("item_ids", "action_ids", "candidate_ids")}
+    assert torch.equal(model.predict(replace(batch(), **ids).to(device)), own)
+
+
+def test_an_unknown_key_leaves_the_kv_cache_as_it_was() -> None:
+    model = make_model()
+    own, item = model.predict(batch()), model.sequence.item_embedding.weight.detach()
+    store = engines["torch"](*item.shape, unknown="error")
+    store.update(torch.arange(39), item[:39])
+    model.use_stores({"item": store})
+    cache = model.make_cache(num_pages=40, page_size=4)
+    with pytest.raises(ValueError, match="key 39 is unknown"):
+        model.predict_cached(batch())
+    assert cache.statistics().empty
+    store.update(torch.tensor([39]), item[39:])
+    assert torch.allclose(model.predict_cached(batch()), own, rtol=1e-5, atol=1e-5)
 
 
 def test_another_store_empties_the_kv_cache() -> None:

@@ -26,11 +26,15 @@ class FbgemmStore(EmbeddingStore):
     def __init__(
         self, num_rows: int, dim: int, *, precision: Literal["int8", "int4"] | None = None, **options: Any
     ) -> None:
-        self.bits = {None: 0, "int8": 8, "int4": 4}.get(precision)
-        if self.bits is None or (self.bits and (dim % 2 or options.get("dtype", torch.float32) != torch.float32)):
-            rule = "must be None, or int8 or int4 for float32 rows of even width"
-            raise ValueError(f"{precision=}, {dim=}, dtype {options.get('dtype', torch.float32)}: {rule}")
+        self.bits, dtype = {None: 0, "int8": 8, "int4": 4}.get(precision), options.get("dtype", torch.float32)
+        if self.bits is None or (self.bits and (dim * self.bits % 16 or dtype != torch.float32)):
+            rule = "must be None, int8 (float32 rows of even width) or int4 (a width that is a multiple of 4)"
+            raise ValueError(f"{precision=}, {dim=}, {dtype=}: {rule}")
+        if num_rows >= 2**31:
+            raise ValueError(f"num_rows is {num_rows}; fbgemm has keys of 32 bits, 2147483647 rows: use engine torch")
         super().__init__(num_rows, dim, **options)
+        if self.bits:
+            self.largest = torch.finfo(torch.float16).max  # a row's scale and offset are float16
 
     @classmethod
     def missing(cls, device_type: str) -> str | None:
@@ -40,7 +44,7 @@ class FbgemmStore(EmbeddingStore):
             return f"{error}; install recexp with its extra cpu or gpu"
         return "fbgemm-gpu-cpu is installed; install recexp[gpu]" if (device_type, variant) == ("cuda", "cpu") else None
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> Tensor:
         common, inference = import_module(TBE + "common"), import_module(TBE + "inference")
         sparse, places = import_module("fbgemm_gpu.split_embedding_configs").SparseType, common.EmbeddingLocation
         given = sparse.FP32 if self.dtype == torch.float32 else sparse.FP16
@@ -60,7 +64,7 @@ class FbgemmStore(EmbeddingStore):
         self.tbe.initialize_weights()  # zeros
         ((raw, _),) = self.tbe.split_embedding_weights(split_scale_shifts=False)  # uint8 [num_rows, bytes, aligned]
         row_bytes = self.dim * self.bits // 8 + 4 if self.bits else self.row_bytes
-        self.table = raw[:, :row_bytes] if self.bits else raw[:, :row_bytes].view(self.dtype)
+        return raw[:, :row_bytes] if self.bits else raw[:, :row_bytes].view(self.dtype)
 
     def _gather(self, keys: Tensor) -> Tensor:
         return self.tbe(keys.int(), torch.arange(len(keys) + 1, dtype=torch.int32, device=self.device))
@@ -69,11 +73,11 @@ class FbgemmStore(EmbeddingStore):
         if self.bits:
             fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows.cpu(), self.bits)
             rows = torch.cat([fused[:, -4:], fused[:, :-4]], 1).to(self.device)  # in tables scale and offset come first
-        self.table.index_copy_(0, keys, rows)
+        super()._scatter(keys, rows)
         self.tbe.reset_cache_states()
 
     def _clear(self) -> None:
-        self.table.zero_()
+        super()._clear()
         self.tbe.reset_cache_states()
 
     def _bytes(self) -> tuple[int, int]:

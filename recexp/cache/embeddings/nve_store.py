@@ -7,11 +7,12 @@ it was: the base class keeps such keys away, and the hierarchical layer looks un
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from recexp import devices
 from recexp.cache.embeddings.store import EmbeddingStore
 
 GET = "build NVIDIA/nv-embedding-cache as its README says (it is on no package index)"
@@ -25,15 +26,8 @@ class NveStore(EmbeddingStore):
     engine = "nve"
     cached_on = ("cuda",)
 
-    def __init__(
-        self,
-        num_rows: int,
-        dim: int,
-        *,
-        layer: Literal["host", "linear_uvm", "hierarchical"] | None = None,
-        **options: Any,
-    ) -> None:
-        on_cpu = torch.device(options.get("device", "cpu")).type == "cpu"
+    def __init__(self, num_rows: int, dim: int, *, layer: str | None = None, **options: Any) -> None:
+        on_cpu = devices.resolve(str(options.get("device", "cpu"))).type == "cpu"
         self.kind = layer or ("host" if on_cpu else "linear_uvm")
         if self.kind not in LAYERS or (self.kind == "host") != on_cpu:
             raise ValueError(f"layer is {layer!r}: must be host on a CPU, linear_uvm or hierarchical on a GPU")
@@ -48,7 +42,7 @@ class NveStore(EmbeddingStore):
         old = device_type == "cpu" and not hasattr(layers, "LayerType")
         return f"this pynve has no HostLayer, which came with v26.06; {GET}" if old else None
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> Any:
         layers, nve = import_module("pynve.torch.nve_layers"), import_module("pynve.nve")
         rows, tree = self.num_rows + 1, self.kind == "hierarchical"  # the last row stays zeros
         if tree:
@@ -60,17 +54,11 @@ class NveStore(EmbeddingStore):
         kinds = getattr(layers, "LayerType", None)  # v26.05: CacheType, and a name for each kind of storage
         storage = "storage" if kinds else "remote_interface" if tree else "memblock"
         self.cache_bytes = 0 if self.kind == "host" else max(int(self.cache_ratio * rows), 1) * self.row_bytes
-        self.layer = layers.NVEmbedding(
-            rows,
-            self.dim,
-            self.dtype,
-            getattr(kinds or layers.CacheType, LAYERS[self.kind]),
-            gpu_cache_size=self.cache_bytes,
-            optimize_for_training=False,
-            device=self.device,
-            **{storage: self.storage},
-        )
+        sizes = {"gpu_cache_size": self.cache_bytes, "optimize_for_training": False, storage: self.storage}
+        kind = getattr(kinds or layers.CacheType, LAYERS[self.kind])
+        self.layer = layers.NVEmbedding(rows, self.dim, self.dtype, kind, device=self.device, **sizes)
         self._clear()
+        return self.layer
 
     def _gather(self, keys: Tensor) -> Tensor:
         return self.layer(torch.where(self.known[keys], keys, self.num_rows) if self.kind == "hierarchical" else keys)

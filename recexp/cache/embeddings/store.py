@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from recexp import devices
 from recexp.registry import Registry
 
 _versions = itertools.count()
@@ -28,15 +28,15 @@ class StoreStats:
     hit_rate: float | None
 
 
-class EmbeddingStore(ABC):
+class EmbeddingStore:
     """num_rows rows of dim numbers; a key, 0 to num_rows − 1, is known once its row was inserted or updated.
 
     An unknown key has a row of zeros, or is an error with unknown="error". cache_ratio: share of the rows with a place
     in the engine's cache; 1 where it has none. Features, and models, share a table by sharing its store. Every change
     gives ``version`` a number that no store had before.
 
-    keys are int64 [N], contiguous; rows [N, dim], contiguous, finite, of the store's dtype; both on the store's device.
-    Anything else is a ValueError before the engine is called, the same from every engine, and changes nothing.
+    keys are int64 [N], contiguous; rows [N, dim], contiguous, finite, of the store's dtype and range; both on the
+    store's device. Anything else is a ValueError, the same from every engine, and changes nothing.
     """
 
     engine: ClassVar[str]
@@ -53,7 +53,7 @@ class EmbeddingStore(ABC):
         unknown: Literal["zero", "error"] = "zero",
         cache_ratio: float = 1.0,
     ) -> None:
-        kind = torch.device(device).type
+        kind = devices.resolve(str(device)).type
         if reason := self.missing(kind):
             raise ValueError(f"there is no embedding engine {self.engine!r} for {kind}: {reason}")
         if dtype not in self.dtypes:
@@ -63,10 +63,11 @@ class EmbeddingStore(ABC):
             rule = "sizes are at least 1, unknown is zero or error, cache_ratio is below 1 only where there is a cache"
             raise ValueError(f"{num_rows=}, {dim=}, {unknown=}, {cache_ratio=}: {rule}")
         self.num_rows, self.dim, self.dtype, self.unknown = num_rows, dim, dtype, unknown
-        self.cache_ratio, self.row_bytes = cache_ratio, dim * dtype.itemsize
-        self.known = torch.zeros(num_rows, dtype=torch.bool, device=device)
-        self.device, self.num_keys, self.version = self.known.device, 0, next(_versions)
-        self._allocate()
+        self.cache_ratio, self.row_bytes, self.largest = cache_ratio, dim * dtype.itemsize, torch.finfo(dtype).max
+        with torch.inference_mode(False):  # tensors made in that mode could only be changed in it
+            self.known = torch.zeros(num_rows, dtype=torch.bool, device=device)
+            self.device, self.num_keys, self.version = self.known.device, 0, next(_versions)
+            self.table = self._allocate()
 
     @classmethod
     def missing(cls, device_type: str) -> str | None:
@@ -77,10 +78,16 @@ class EmbeddingStore(ABC):
         """Rows [N, dim] in the order of keys. checked: ``check_keys`` has passed them, best before they left the CPU;
         on a GPU checking waits for the device."""
         self._check_form(keys)
-        if not checked:
-            self._check_values(keys)
+        if not len(keys):
+            return self._zeros(0)
+        if checked:
+            rows = self._gather(keys)
+        else:  # a GPU has both to do before the host waits for it; in range is what the engine gets in any case
+            ends = _ends(keys)
+            rows = self._gather(keys.clamp(0, self.num_rows - 1))
+            self._check_values(keys, ends)
         self.num_keys += len(keys)
-        return self._gather(keys) if len(keys) else self._zeros(0)
+        return rows
 
     def update(self, keys: Tensor, rows: Tensor) -> None:
         """Set the rows of keys, known or not; of a key that occurs twice the last row counts."""
@@ -96,7 +103,8 @@ class EmbeddingStore(ABC):
     def erase(self, keys: Tensor) -> None:
         """Make keys unknown; those that are stay so."""
         self._check_form(keys)
-        self._check_range(keys)
+        if len(keys):
+            self._check_ends(_ends(keys))
         if len(keys := keys[self.known[keys]].unique()):
             self._erase(keys)
             self._changed(keys, False)
@@ -114,10 +122,11 @@ class EmbeddingStore(ABC):
         """Raise ValueError for keys that ``lookup`` refuses; they may lie on the CPU, where checking waits for nothing
         (unless unknown keys are an error)."""
         self._check_form(keys, from_host=True)
-        self._check_values(keys)
+        if len(keys):
+            self._check_values(keys, _ends(keys))
 
-    def _check_values(self, keys: Tensor) -> None:
-        self._check_range(keys)
+    def _check_values(self, keys: Tensor, ends: Tensor) -> None:
+        self._check_ends(ends)
         if self.unknown == "error" and not bool((known := self.known[keys.to(self.device)]).all()):
             key = int(keys[int((~known).nonzero()[0])])
             raise ValueError(f"key {key} is unknown: insert it first, or make the store with unknown='zero'")
@@ -130,11 +139,8 @@ class EmbeddingStore(ABC):
         if keys.device != self.device and not (from_host and keys.device.type == "cpu"):
             raise ValueError(f"keys lie on {keys.device}, the store on {self.device}: move them there")
 
-    def _check_range(self, keys: Tensor) -> None:
-        if not len(keys):
-            return
-        ends = keys.aminmax()
-        low, high = torch.stack(ends).tolist() if keys.is_cuda else map(int, ends)  # on a GPU one wait, not two
+    def _check_ends(self, ends: Tensor) -> None:
+        low, high = ends.tolist()
         if low < 0 or high >= self.num_rows:
             wrong = low if low < 0 else high
             raise ValueError(f"key {wrong} is out of range: num_rows is {self.num_rows}, keys are 0 to num_rows - 1")
@@ -143,13 +149,16 @@ class EmbeddingStore(ABC):
         self._check_form(keys)
         wanted = (self.dtype, (len(keys), self.dim), self.device)
         found = (rows.dtype, tuple(rows.shape), rows.device) if isinstance(rows, Tensor) else type(rows).__name__
-        if found != wanted or not rows.is_contiguous():
+        if found != wanted or rows.layout != torch.strided or not rows.is_contiguous():
             raise ValueError(f"rows are {found}: must be contiguous, {wanted} for these keys")
-        self._check_range(keys)
-        if not bool((finite := rows.isfinite().all(1)).all()):
-            raise ValueError(f"the row of key {int(keys[int((~finite).nonzero()[0])])} holds NaN or infinity")
+        if len(keys):
+            self._check_ends(_ends(keys))
+        if not bool((fits := (rows.abs() <= self.largest).all(1)).all()):
+            key = int(keys[int((~fits).nonzero()[0])])
+            raise ValueError(f"the row of key {key} holds NaN or infinity, or more than ±{self.largest:g}")
 
     def _write(self, keys: Tensor, rows: Tensor) -> None:
+        rows = rows.detach()  # else the table would remember where they came from
         distinct, which = keys.unique(return_inverse=True)
         if len(distinct) < len(keys):
             order = torch.arange(len(keys), device=self.device)
@@ -165,28 +174,35 @@ class EmbeddingStore(ABC):
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, self.dim, dtype=self.dtype, device=self.device)
 
-    # What an engine does. Keys are checked, at least one, and distinct except in _gather; unknown rows are zeros.
-    @abstractmethod
-    def _allocate(self) -> None: ...
+    # What an engine does, here with a tensor on the device. Keys are in range, at least one, and distinct except in
+    # _gather; unknown rows are zeros.
+    def _allocate(self) -> Any:
+        return self._zeros(self.num_rows)
 
-    @abstractmethod
-    def _gather(self, keys: Tensor) -> Tensor: ...
+    def _gather(self, keys: Tensor) -> Tensor:
+        return self.table.index_select(0, keys)
 
-    @abstractmethod
-    def _scatter(self, keys: Tensor, rows: Tensor) -> None: ...
-
-    @abstractmethod
-    def _clear(self) -> None: ...
-
-    @abstractmethod
-    def _bytes(self) -> tuple[int, int]:
-        """Of rows on the device, and elsewhere in host memory."""
+    def _scatter(self, keys: Tensor, rows: Tensor) -> None:
+        self.table.index_copy_(0, keys, rows)
 
     def _erase(self, keys: Tensor) -> None:
         self._scatter(keys, self._zeros(len(keys)))
 
+    def _clear(self) -> None:
+        self.table.zero_()
+
+    def _bytes(self) -> tuple[int, int]:
+        """Of rows on the device, and elsewhere in host memory."""
+        return self.table.nbytes, 0
+
     def _hit_rate(self) -> float | None:
         return None
+
+
+def _ends(keys: Tensor) -> Tensor:
+    """Smallest and largest key, int64 [2]: one kernel, and one copy to look at both."""
+    torch.aminmax(keys, out=tuple((ends := keys.new_empty(2)).unbind()))
+    return ends
 
 
 engines: Registry[type[EmbeddingStore]] = Registry("embedding engine")
@@ -195,14 +211,14 @@ engines: Registry[type[EmbeddingStore]] = Registry("embedding engine")
 def lookup_features(
     stores: Mapping[str, EmbeddingStore], ids: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Rows [N, dim] on device of each feature's ids (int64 [N], best on the CPU, where checking waits for nothing).
+    """Rows [N, dim] on device of each feature's ids (integers [N], best on the CPU, where they are looked through).
 
     A store is asked once for all of its features, and once for every key.
     """
     rows: dict[str, Tensor] = {}
     for store in dict.fromkeys(stores.values()):
         names = [name for name in stores if stores[name] is store]
-        keys, which = torch.cat([ids[name] for name in names]).unique(return_inverse=True)
+        keys, which = torch.cat([ids[name] for name in names]).cpu().long().unique(return_inverse=True)
         store.check_keys(keys)
         found = store.lookup(_send(keys, store.device), checked=True).to(device, non_blocking=True)
         spread = found.index_select(0, _send(which, device))
