@@ -28,9 +28,7 @@ class MeasureConfig(Strict):
     @model_validator(mode="after")
     def _runs_ordered(self) -> MeasureConfig:
         if self.min_runs > self.max_runs:
-            raise ValueError(
-                f"min_runs {self.min_runs} exceeds max_runs {self.max_runs}; lower min_runs or raise max_runs"
-            )
+            raise ValueError(f"min_runs {self.min_runs} exceeds max_runs {self.max_runs}; lower it, or raise max_runs")
         return self
 
     @property
@@ -142,13 +140,9 @@ class ExperimentConfig(Strict):
                 raise ValueError(
                     f"models.{name}.num_tasks is {model.num_tasks} for {tasks} data.tasks; make them equal"
                 )
-            if model.max_candidates < candidates:
-                raise ValueError(
-                    f"models.{name}.max_candidates {model.max_candidates} is below the {candidates} of data or measure"
-                )
-            if model.max_history_pairs < pairs:
-                raise ValueError(
-                    f"measure.history_pairs has {pairs}, above models.{name}.max_history_pairs "
-                    f"{model.max_history_pairs}; lower it, or raise that of the model"
-                )
+            for size, least, of in (("candidates", candidates, "data or measure"), ("history_pairs", pairs, "measure")):
+                if (most := getattr(model, f"max_{size}")) < least:
+                    raise ValueError(
+                        f"models.{name}.max_{size} {most} is below the {least} of {of}; raise it, or lower those"
+                    )
         return self

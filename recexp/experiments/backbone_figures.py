@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from recexp.experiments.plots import PALETTE, Plot, cell, floats, note, plain, style
+from recexp.experiments.plots import PALETTE, Plot, cell, floats, logarithmic, note, style
 
 
 @style
@@ -20,9 +20,9 @@ def plot_data(lengths: np.ndarray, actions: np.ndarray, example: Sequence[tuple[
     axes = mosaic["lengths"]
     axes.hist(lengths, list(np.geomspace(max(lengths.min(), 1), lengths.max() + 1, 25)), color=PALETTE[0])
     axes.axvline(np.median(lengths), color=PALETTE[1], label=f"median {np.median(lengths):g}, longest {lengths.max()}")
-    axes.set(xscale="log", xlabel="interactions of a user", ylabel="users")
+    axes.set(xlabel="interactions of a user", ylabel="users")
     axes.set_title(f"{name}: {len(lengths):,} users, {lengths.sum():,} interactions")
-    plain(axes.xaxis)
+    logarithmic(axes.xaxis, lengths, 1)
     axes.legend()
     axes = mosaic["ratings"]
     kinds, counts = np.unique(actions, return_counts=True)
@@ -83,8 +83,7 @@ def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = 
         axes.axvline(base, color="black", linewidth=1)
     figure.axes[0].invert_yaxis()
     count = frame["seed"].nunique() if "seed" in frame else 1
-    figure.suptitle(f"{title}, {f'mean and range of {count} seeds' if count > 1 else 'one seed'}")
-    return figure
+    return figure.titled(f"{title}, {f'mean and range of {count} seeds' if count > 1 else 'one seed'}")
 
 
 @style
@@ -106,8 +105,7 @@ def plot_sizes(frame: pd.DataFrame, title: str = "What a model costs") -> Plot:
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.set_xlabel(quantity)
     figure.axes[0].invert_yaxis()
-    figure.suptitle(title)
-    return figure
+    return figure.titled(title)
 
 
 @style
@@ -130,13 +128,10 @@ def plot_tradeoffs(frame: pd.DataFrame, title: str) -> Plot:
             note(right, f"{row['model']}\n{row['AUC']:.3f}, {row['MB']:.3g} MB", (row["MB"], row["AUC"]), (0, 7))
     for axes, column in ((left, "p50_ms"), (right, "MB")):
         values = floats(frame[column].dropna())
-        if values.size and values.max() > 8 * values.min():
-            axes.set_xscale("log")
-            plain(axes.xaxis)
+        logarithmic(axes.xaxis, values)
         axes.margins(0.15, 0.15)
     left.set(xlabel="latency, ms (median, p10 to p90)", ylabel="test AUC")
     right.set(xlabel="weights and 1,000 cached users, MB")
     left.legend([Line2D([], [], ls="", marker=m, color="grey") for m in paths.values()], list(paths))
     right.legend()
-    figure.suptitle(title, wrap=True)
-    return figure
+    return figure.titled(title)

@@ -27,9 +27,8 @@ def plot_outcomes(caches: pd.DataFrame, title: str) -> Plot:
         left += share
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="share of requests, %")
-    axes.set_title(title, wrap=True)
     figure.legend(loc="outside lower center", ncols=6)
-    return figure
+    return figure.titled(title)
 
 
 @style
@@ -44,9 +43,8 @@ def plot_copies(copies: pd.DataFrame, title: str) -> Plot:
             note(axes, f"{row['extra ms']:.2g}", (row["history pairs"], row["extra ms"]), (8, 4))
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="history pairs", ylabel="ms (differences of medians)")
-    axes.set_title(title, wrap=True)
     axes.legend()
-    return figure
+    return figure.titled(title)
 
 
 def sentences(caches: pd.DataFrame, points: pd.DataFrame, copies: pd.DataFrame, device_type: str) -> list[str]:

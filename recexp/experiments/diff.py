@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from recexp.experiments.plots import PALETTE, Plot, brief, in_words, note, plain, style
+from recexp.experiments.plots import PALETTE, Plot, brief, floats, in_words, logarithmic, note, style, telling
 from recexp.experiments.record import SHAPES, SavedRun, load_run
 
 KEYS = ("backbone", "backend", "dtype", "mode", "tier", *SHAPES)
@@ -73,10 +73,7 @@ def plot_diff(found: pd.DataFrame, title: str) -> Plot:
     figure = Plot(11, 5)
     axes = figure.subplots()
     timed = found[found["change"].notna()]
-    keys: list[str] = []
-    for key in (key for key in KEYS if key in timed):  # what tells points apart, and no more
-        if timed.groupby(keys or (lambda row: 0), dropna=False)[key].nunique(dropna=False).gt(1).any():
-            keys.append(key)
+    keys = telling(timed, KEYS)
     for verdict, rows in timed.groupby("verdict"):
         noise = [rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]]
         text, ms = f"{verdict}: {len(rows)} points", rows["p50_ms_a"].astype(float)
@@ -88,13 +85,11 @@ def plot_diff(found: pd.DataFrame, title: str) -> Plot:
         names.append(textwrap.fill(f"{i}: {row['change']:.3g}, {name}", 45))
         note(axes, str(i), (row["p50_ms_a"], row["change"]), (6, 0), ha="left", va="center")
     axes.axhline(1, color="black", linewidth=0.8)
+    logarithmic(axes.xaxis, floats(timed["p50_ms_a"]), 1)
     if len(timed):
-        axes.set_xscale("log")
-        plain(axes.xaxis)
         figure.legend(loc="outside right center", title="\n".join(names), alignment="left")
     axes.set(xlabel="median in a, ms", ylabel="times slower in b (medians; noise: p10 to p90 of both)")
-    figure.suptitle(title, wrap=True)
-    return figure
+    return figure.titled(title)
 
 
 def diff(run_a: Path, run_b: Path, out: Path | None = None) -> bool:

@@ -41,8 +41,7 @@ def plot_verdicts(differences: pd.DataFrame, title: str) -> Plot:
         axes.set_yticks(range(len(pairs)), pairs)
     axes.set_ylim(len(pairs) - 0.5, -0.5)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
-    figure.suptitle(title)
-    return figure
+    return figure.titled(title)
 
 
 @style
@@ -59,8 +58,7 @@ def plot_growth(stream: pd.DataFrame, title: str) -> Plot:
         axes.margins(x=0.15)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
-    figure.suptitle(title)
-    return figure
+    return figure.titled(title)
 
 
 @style
@@ -77,8 +75,7 @@ def plot_rankings(rankings: pd.DataFrame, title: str) -> Plot:
         axes.set_xlabel(quantity)
         axes.xaxis.set_major_locator(MaxNLocator(3))
     axes.invert_yaxis()
-    figure.suptitle(title)
-    return figure
+    return figure.titled(title)
 
 
 def say_ways(rows: pd.DataFrame, differences: pd.DataFrame) -> str:

@@ -25,8 +25,7 @@ def plot_launches(launches: pd.DataFrame, title: str) -> Plot:
         axes.set_title(name)
     figure.axes[0].set_ylabel("ms a call")
     figure.axes[0].legend()
-    figure.suptitle(f"{title}; above the bars: launches; below: mode, users")
-    return figure
+    return figure.titled(f"{title}; above the bars: launches; below: mode, users")
 
 
 @style
@@ -41,9 +40,8 @@ def plot_memory(shared: pd.DataFrame, alone: pd.DataFrame, title: str) -> Plot:
     names = both["batch_size"].astype(str) + " x " + (both["num_tokens"] // both["batch_size"]).astype(str)
     axes.set_xticks(both.index, list(names), rotation=90)
     axes.set(xlabel="bucket, users x tokens a user", ylabel="MB by which the pool grew")
-    axes.set_title(title, wrap=True)
     axes.legend()
-    return figure
+    return figure.titled(title)
 
 
 @style
@@ -57,10 +55,9 @@ def plot_padding(frame: pd.DataFrame, title: str) -> Plot:
             note(axes, f"{100 * share:.0f}", (count, 100 * share), (6, 4))
     axes.set(xlabel="token counts a batch size has", ylabel="padding, % of computed tokens")
     axes.set_ylim(0, 115 * frame["padding"].max() or 1)
-    axes.set_title(title, wrap=True)
     axes.set_xticks(sorted(frame["buckets"].unique()))
     axes.legend()
-    return figure
+    return figure.titled(title)
 
 
 def padding(lengths: Sequence[int], smallest: int, counts: Sequence[int]) -> pd.DataFrame:

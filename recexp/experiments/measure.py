@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ class Latency:
     peak_memory_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """What this device reached in this process: a large matrix product, and a large copy (read and write counted)."""
 
     tflops: float
@@ -62,11 +61,16 @@ def measure(
     device = torch.device(device)
     cuda = device.type == "cuda"
     with torch.cuda.device(device) if cuda else nullcontext():
-        calls = _warm_up(fn, inputs, cuda, max_seconds)
+        _timed(fn, inputs, 0, len(inputs), cuda)
+        calls, last, begin = len(inputs), 0.0, time.perf_counter()
+        while time.perf_counter() - begin < max_seconds:  # until stable
+            now, calls = statistics.median(_timed(fn, inputs, calls, 5, cuda)), calls + 5
+            if abs(now - last) <= 0.03 * now:
+                break
+            last = now
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        times: list[float] = []
-        begin = time.perf_counter()
+        times, begin = list[float](), time.perf_counter()
         while len(times) < min_runs or (len(times) < max_runs and time.perf_counter() - begin < max_seconds):
             limit = min_runs if len(times) < min_runs else max_runs
             times += _timed(fn, inputs, calls + len(times), min(BLOCK, limit - len(times)), cuda)
@@ -84,20 +88,6 @@ def measure_undisturbed(fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]
     while tries[-1].p90_ms > 1.5 * tries[-1].p10_ms and len(tries) < 3:
         tries.append(measure(fn, inputs, **options))
     return min(tries, key=lambda latency: latency.p90_ms / latency.p10_ms)
-
-
-def _warm_up(fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], cuda: bool, max_seconds: float) -> int:
-    """Run fn until its time is stable; returns how often it ran."""
-    _timed(fn, inputs, 0, len(inputs), cuda)
-    calls, last = len(inputs), 0.0
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < max_seconds:
-        now = statistics.median(_timed(fn, inputs, calls, 5, cuda))
-        calls += 5
-        if abs(now - last) <= 0.03 * now:
-            break
-        last = now
-    return calls
 
 
 def _timed(
@@ -146,9 +136,8 @@ def request_flops(model: RankingModel, cached: int, new: int, candidates: int) -
     masked or padded). cached, new: history tokens. Of a layer without ``Attention`` only the linear parts count."""
     config = model.config
     visible = new * cached + new * (new + 1) // 2 + candidates * (cached + new + 1)
-    attention = sum(
-        4 * visible * config.num_heads * config.head_dim for m in model.modules() if isinstance(m, Attention)
-    )
+    attention = 4 * visible * config.num_heads * config.head_dim
+    attention *= sum(isinstance(m, Attention) for m in model.modules())
 
     def linear(part: nn.Module, rows: int) -> int:
         return sum(2 * rows * m.weight.numel() for m in part.modules() if isinstance(m, nn.Linear))

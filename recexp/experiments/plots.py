@@ -3,9 +3,12 @@
 Figures are objects of their own (no pyplot state), so drawing many neither leaks nor interferes.
 """
 
+from __future__ import annotations
+
 import io
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import matplotlib
@@ -39,6 +42,10 @@ class Plot(Figure):
 
     def panels(self, rows: int, columns: int, sharey: bool = True) -> list[Axes]:
         return list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
+
+    def titled(self, title: str) -> Plot:
+        self.suptitle(title, wrap=True)
+        return self
 
     @style
     def savefig(self, *args: Any, **options: Any) -> None:
@@ -76,20 +83,28 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency", panels: bo
     columns = len(parts) if len(parts) < 4 else 2
     rows = -(-len(parts) // columns)
     figure = Plot(8, 5) if len(parts) == 1 else Plot(4 * columns + 1, 4 * rows)
+    at, times = np.unique(floats(frame[x])), floats(frame["p50_ms"].dropna())
     fixed, order = _fixed(frame, x), {name: i for i, name in enumerate(frame["backbone"].unique())}
-    for axes, part in zip(figure.panels(rows, columns), parts, strict=False):
+    for axes, part in zip_longest(figure.panels(rows, columns), parts):
+        if part is None:
+            axes.set_axis_off()
+            continue
         _draw_latency(axes, part, x, order)
-        _scales(axes, np.unique(floats(frame[x])), floats(frame["p50_ms"].dropna()))
         axes.set(xlabel=x.replace("_", " "), ylabel="latency, ms (median, p10 to p90)")
+        logarithmic(axes.xaxis, at)
+        logarithmic(axes.yaxis, times)
+        if len(at) <= 12:
+            axes.set_xticks(at, [f"{value:g}" for value in at])
+            axes.set_xticks([], minor=True)
+        if not len(times):
+            axes.set_yticks([])
+        axes.margins(x=0.1)
         if len(parts) > 1:
             own = {name: value for name, value in _fixed(part, x).items() if name not in fixed}
             axes.set_title(textwrap.fill(in_words(own), 60))
-    for axes in figure.axes[len(parts) :]:
-        axes.set_axis_off()
     counts = " to ".join(str(n) for n in sorted({frame["count"].min(), frame["count"].max()} - {pd.NA}))
     runs = f"{counts} runs a point" if counts else "nothing was timed"
-    figure.suptitle(f"{title}\n{in_words(fixed)}, {runs}", wrap=True)
-    return figure
+    return figure.titled(f"{title}\n{in_words(fixed)}, {runs}")
 
 
 def _fixed(frame: pd.DataFrame, x: str) -> dict[str, object]:
@@ -98,15 +113,21 @@ def _fixed(frame: pd.DataFrame, x: str) -> dict[str, object]:
     return {name: frame[name].iloc[0] for name in used if frame[name].nunique(dropna=False) == 1}
 
 
+def telling(frame: pd.DataFrame, names: Iterable[str], within: Sequence[str] = ()) -> list[str]:
+    """Of the columns, those that tell rows apart which share the columns ``within``, and no more."""
+    found: list[str] = []
+    for name in (name for name in names if name in frame and name not in within):
+        groups = frame.groupby([*within, *found], dropna=False) if within or found else frame.groupby(lambda row: 0)
+        if groups[name].nunique(dropna=False).gt(1).any():
+            found.append(name)
+    return found
+
+
 def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Mapping[Any, int]) -> None:
-    varying: list[str] = []
-    for name in (name for name in SERIES if name in frame and name != x):  # what tells lines apart, and no more
-        if frame.groupby([x, *varying], dropna=False)[name].nunique(dropna=False).max() > 1:
-            varying.append(name)
+    varying = telling(frame, SERIES, [x])
     groups = list(frame.groupby(varying, dropna=False, sort=False)) if varying else [((), frame)]
     for i, (key, group) in enumerate(groups):
-        alone = varying == ["backbone"]  # a backbone has the same colour in every panel
-        at_colour = order[key[0]] if alone else i
+        at_colour = order[key[0]] if varying == ["backbone"] else i  # it has the same colour in every panel
         name, colour = in_words(dict(zip(varying, key, strict=True))), PALETTE[at_colour % len(PALETTE)]
         timed, lost = group[group["p50_ms"].notna()], group[group["p50_ms"].isna()]
         at, p10, p50, p90 = (floats(timed[column]) for column in (x, "p10_ms", "p50_ms", "p90_ms"))
@@ -118,10 +139,9 @@ def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Mapping[Any, i
             above = middle > others.mean() or (middle == others.mean() and i == 0)  # labels keep apart
             note(axes, f"{middle:.3g}", (value, middle), (0, 7 if above else -12), color=colour)
         for status, some in lost.groupby("status"):
-            label = textwrap.fill(
-                f"{name} {status}: {'; '.join(some['reason'].dropna().map(brief).unique())}".strip(), 50
-            )
+            reasons = "; ".join(some["reason"].dropna().map(brief).unique())
             foot = np.full(len(some), 0.02 + 0.03 * i)
+            label = textwrap.fill(f"{name} {status}: {reasons}".strip(), 50)
             axes.plot(floats(some[x]), foot, "x", color=colour, label=label, transform=axes.get_xaxis_transform())
     if varying or frame["p50_ms"].isna().any():
         axes.legend()
@@ -147,10 +167,9 @@ def plot_error_heatmap(frame: pd.DataFrame, title: str = "Relative difference, â
     axes.set(xlim=(-0.5, len(operations) - 0.5), ylim=(len(layers) - 0.5, -0.5), xlabel="operation", ylabel="layer")
     axes.set_xticks(range(len(operations)), operations, rotation=40, ha="right")
     axes.set_yticks(range(len(layers)), [f"layer {name}" if name.isdigit() else name for name in layers])
-    axes.set_title(title, wrap=True)
     axes.grid(False)
     figure.colorbar(scale, ax=axes, label="relative difference")
-    return figure
+    return figure.titled(title)
 
 
 def in_words(values: Mapping[str, object]) -> str:
@@ -169,26 +188,18 @@ def floats(column: pd.Series) -> np.ndarray:
     return column.to_numpy(dtype=float, na_value=np.nan)
 
 
-def _scales(axes: Axes, at: np.ndarray, times: np.ndarray) -> None:
-    """Logarithmic where values span more than a factor of eight; few measured points are the ticks of x."""
-    if at[0] > 0 and at[-1] > 8 * at[0]:
-        axes.set_xscale("log")
-    if len(at) <= 12:
-        axes.set_xticks(at, [f"{value:g}" for value in at])
-        axes.set_xticks([], minor=True)
-    if not len(times):
-        axes.set_yticks([])
-    elif times.max() > 8 * times.min():
-        axes.set_yscale("log")
-        plain(axes.yaxis)
-    axes.margins(x=0.1)
-
-
 def plain(axis: Axis) -> None:
     """1, 2, 5, 10, â€¦ on a logarithmic axis, in place of powers of ten."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("")
+
+
+def logarithmic(axis: Axis, values: np.ndarray, beyond: float = 8) -> None:
+    """A plain logarithmic axis, where positive values span more than so many times."""
+    if len(values) and 0 < beyond * values.min() < values.max():
+        (axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale)("log")
+        plain(axis)
 
 
 def cell(axes: Axes, x: int, y: int, face: str, text: str, ink: str = "black") -> None:

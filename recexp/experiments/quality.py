@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from recexp import devices
-from recexp.config import ExperimentConfig, TaskConfig
+from recexp.config import DataConfig, ExperimentConfig, TaskConfig
 from recexp.data import load_interactions, make_splits
 from recexp.data.baselines import baseline_scores
 from recexp.data.interactions import Interactions
@@ -62,14 +62,21 @@ def quality_plot(frame: pd.DataFrame, task: str, title: str) -> Plot:
     return plot_quality(frame[frame["model"] != "random"], chance, title)
 
 
+def _prepare(
+    path: Path, overrides: Sequence[str], quiet: bool
+) -> tuple[ExperimentConfig, DataConfig, Interactions, Splits]:
+    """An experiment, and its data, interactions and splits, which fit it."""
+    config = load_experiment(path, overrides)
+    interactions = load_interactions(data_of(config), quiet)
+    splits = make_splits(data_of(config), interactions)
+    check_data(config, interactions, splits)
+    return config, data_of(config), interactions, splits
+
+
 def train_models(path: Path, overrides: Sequence[str], quiet: bool) -> None:
     """Train every model of an experiment and keep the checkpoints, which running the experiment finds."""
-    config = load_experiment(path, overrides)
-    data, device = data_of(config), devices.resolve(config.device)
-    interactions = load_interactions(data, quiet)
-    splits = make_splits(data, interactions)
-    check_data(config, interactions, splits)
-    with processes(device) as group:
+    config, data, interactions, splits = _prepare(path, overrides, quiet)
+    with processes(devices.resolve(config.device)) as group:
         for name, model in config.models.items():
             trained = train(model, data, config.training, interactions, splits, device=str(group.device), quiet=quiet)
             if not group.rank:
@@ -78,26 +85,14 @@ def train_models(path: Path, overrides: Sequence[str], quiet: bool) -> None:
 
 def seed_table(path: Path, overrides: Sequence[str], number: int, results: Path, quiet: bool) -> Path:
     """Train every model with seeds 0 … number − 1 and record their quality as the run <experiment>_seeds."""
-    config: ExperimentConfig = load_experiment(path, overrides)
-    data = data_of(config)
-    interactions = load_interactions(data, quiet)
-    splits = make_splits(data, interactions)
-    check_data(config, interactions, splits)
-    run = start_run(f"{config.name}_seeds", config, results, quiet=quiet)
+    config, data, interactions, splits = _prepare(path, overrides, quiet)
+    run, device = start_run(f"{config.name}_seeds", config, results, quiet=quiet), str(devices.resolve(config.device))
     frames = []
     for seed in range(number):
-        models = {}
+        models, training = {}, config.training.model_copy(update={"seed": seed})
         for name, model in config.models.items():
-            trained = train(
-                model.model_copy(update={"seed": seed}),
-                data,
-                config.training.model_copy(update={"seed": seed}),
-                interactions,
-                splits,
-                device=str(devices.resolve(config.device)),
-                quiet=quiet,
-            )
-            models[name] = trained.model
+            seeded = model.model_copy(update={"seed": seed})
+            models[name] = train(seeded, data, training, interactions, splits, device=device, quiet=quiet).model
         frames.append(quality(models, data.tasks, interactions, splits, seed))
     frame = pd.concat(frames, ignore_index=True)
     run.save(to_frame([]))

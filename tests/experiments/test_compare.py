@@ -6,13 +6,7 @@ import torch
 from scipy.stats import kendalltau
 from torch import nn
 
-from recexp.experiments.compare import (
-    difference,
-    equal,
-    ranking_difference,
-    trace,
-    trace_differences,
-)
+from recexp.experiments.compare import difference, equal, ranking_difference, trace, trace_differences
 
 
 def test_difference_by_hand() -> None:

@@ -150,10 +150,7 @@ def test_quality_bars_carry_their_numbers_and_start_at_chance() -> None:
     text = texts(figure).split("\n")
     assert {"0.770 (0.760 to 0.780)", "0.738", "0.800", "AUC (bars start at chance, 0.5)", "NDCG"} <= set(text)
     bars = figure.axes[0].patches
-    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [
-        (0.5, pytest.approx(0.27)),
-        (0.5, pytest.approx(0.238)),
-    ]
+    assert [(bar.get_x(), bar.get_width()) for bar in bars] == [(0.5, pytest.approx(0.27)), (0.5, pytest.approx(0.238))]
     assert "mean and range of 2 seeds" in figure.get_suptitle()
 
 

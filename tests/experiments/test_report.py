@@ -10,7 +10,7 @@ from recexp.experiments.report import NotebookError, execute
 
 SHOW_PYTHON = "import sys\nprint('python', sys.executable)"
 DRAW = """import pandas as pd
-from recexp.experiments.plots import plot_sizes
+from recexp.experiments.backbone_figures import plot_sizes
 plot_sizes(pd.DataFrame({"model": ["a"], "parameters": [rows]}))"""
 
 
