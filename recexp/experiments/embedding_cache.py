@@ -23,13 +23,14 @@ from recexp.experiments.plots import PALETTE, Plot, floats, plain, style
 from recexp.experiments.record import row, to_frame
 from recexp.model import RankingModel
 
+Streams = Mapping[str, Tensor]  # name -> keys [num_lookups, num_keys]
 TIMED = 4  # lookups that take turns
 
 
 def tables(device: torch.device, experiment: ExperimentConfig) -> dict[str, tuple[str, dict[str, Any]]]:
     """Every table that devices of this type could have, by name: its engine and the engine's options."""
     found: dict[str, tuple[str, dict[str, Any]]] = {"torch": ("torch", {}), "fbgemm": ("fbgemm", {})}
-    found |= {f"fbgemm {precision}": ("fbgemm", {"precision": precision}) for precision in ("int8", "int4")}
+    found |= {f"fbgemm {bits}": ("fbgemm", {"precision": bits}) for bits in ("int8", "int4")}
     if device.type == "cpu":
         return found | {"nve host": ("nve", {})}
     for ratio in experiment.embeddings.cache_ratios:
@@ -46,26 +47,22 @@ def fill(engine: str, rows: Tensor, device: torch.device, options: Mapping[str, 
     return store
 
 
-def key_streams(experiment: ExperimentConfig, interactions: Interactions) -> dict[str, Tensor]:
-    """Name -> keys [num_lookups, num_keys]: Zipf's law at each exponent, and the log's items in the order of time (from
-    the start again where it ends too soon). The keys asked for most are spread over the table."""
+def key_streams(experiment: ExperimentConfig, interactions: Interactions) -> Streams:
+    """Keys by Zipf's law at each exponent, and the log's items in the order of time (from the start again where it ends
+    too soon). The keys asked for most are spread over the table."""
     config, random = experiment.embeddings, np.random.default_rng(0)
-    if interactions.num_items > config.num_rows:
-        raise ValueError(
-            f"embeddings.num_rows is {config.num_rows}, and {interactions.name} has {interactions.num_items}"
-        )
-    shape, place, streams = (config.num_lookups, config.num_keys), random.permutation(config.num_rows), {}
+    if (least := interactions.num_items) > (num_rows := config.num_rows):
+        raise ValueError(f"embeddings.num_rows is {num_rows}, and {interactions.name} has {least} items: raise it")
+    shape, place, streams = (config.num_lookups, config.num_keys), random.permutation(num_rows), {}
     for exponent in config.zipf_exponents:
-        share = np.arange(1, config.num_rows + 1) ** -exponent
-        streams[f"zipf {exponent:g}"] = random.choice(config.num_rows, shape, p=share / share.sum())
+        share = np.arange(1, num_rows + 1) ** -exponent
+        streams[f"zipf {exponent:g}"] = random.choice(num_rows, shape, p=share / share.sum())
     log = interactions.item_ids[np.argsort(interactions.timestamps, kind="stable")]
     streams[interactions.name] = np.resize(log, shape)
     return {name: torch.from_numpy(place[keys]) for name, keys in streams.items()}
 
 
-def lookups(
-    streams: Mapping[str, Tensor], experiment: ExperimentConfig, device: torch.device, quiet: bool = False
-) -> pd.DataFrame:
+def lookups(streams: Streams, experiment: ExperimentConfig, device: torch.device, quiet: bool = False) -> pd.DataFrame:
     """Rows of results, one a table and stream, with columns of their own: table, engine, keys, cache_ratio, hit_rate
     (of the lookups before the timed ones, a cold start included; missing where unknown), device_bytes, host_bytes.
 
@@ -75,10 +72,10 @@ def lookups(
     config, measured = experiment.embeddings, experiment.measure
     limits = measured.model_dump(include={"min_runs", "max_runs", "max_seconds"})
     rows = torch.randn(config.num_rows, config.dim, generator=torch.Generator().manual_seed(0))
+    common = {"device": describe_device(device), "dtype": "float32", "num_tokens": config.num_keys}
     points, more = [], []
     for table, (engine, options) in tqdm(tables(device, experiment).items(), disable=quiet, unit="table"):
-        about: dict[str, Any] = {"device": describe_device(device), "backend": table, "dtype": "float32"}
-        about["num_tokens"] = config.num_keys
+        about: dict[str, Any] = common | {"backend": table}
         own = {"table": table, "engine": table.partition(",")[0], "cache_ratio": options.get("cache_ratio", 1.0)}
         if reason := engines[engine].missing(device.type):
             points.append(row("refused", reason=reason, **about))
@@ -103,15 +100,15 @@ def lookups(
     return to_frame(points).join(pd.DataFrame(more).astype(types))
 
 
-def static_hits(streams: Mapping[str, Tensor], experiment: ExperimentConfig) -> pd.DataFrame:
+def static_hits(streams: Streams, experiment: ExperimentConfig) -> pd.DataFrame:
     """keys, cache_ratio, hit_rate: of a stream's second half, in a cache of the keys its first half asked for most."""
-    num_rows, rows = experiment.embeddings.num_rows, []
+    num_rows, parts = experiment.embeddings.num_rows, []
     held = np.unique(np.geomspace(min(10, num_rows), num_rows, 25).round().astype(int))
     for name, keys in streams.items():
         before, after = (np.bincount(half.flatten(), minlength=num_rows) for half in np.array_split(keys.numpy(), 2))
-        hits = after[np.argsort(-before, kind="stable")].cumsum() / after.sum()
-        rows.append(pd.DataFrame({"keys": name, "cache_ratio": held / num_rows, "hit_rate": hits[held - 1]}))
-    return pd.concat(rows, ignore_index=True)
+        hits = after[np.argsort(-before, kind="stable")].cumsum()[held - 1] / after.sum()
+        parts.append(pd.DataFrame({"keys": name, "cache_ratio": held / num_rows, "hit_rate": hits}))
+    return pd.concat(parts, ignore_index=True)
 
 
 def through_model(
@@ -141,28 +138,25 @@ def through_model(
 
 
 @style
-def plot_lookups(frame: pd.DataFrame, streams: Mapping[str, Tensor], title: str) -> Plot:
+def plot_lookups(frame: pd.DataFrame, streams: Streams, title: str) -> Plot:
     """Left the time of a lookup, a line a table; right what a table takes and how far its rows are from float32."""
-    figure = Plot(11, 4.2)
+    figure, timed = Plot(11, 4.2), frame[frame["status"] == "ok"]
     left, right = figure.panels(1, 2, sharey=False)
-    timed = frame[frame["status"] == "ok"]
-    groups = zip(timed.groupby("table", sort=False), cycle(PALETTE), strict=False)
-    for i, ((table, part), colour) in enumerate(groups):
+    for (table, part), colour in zip(timed.groupby("table", sort=False), cycle(PALETTE), strict=False):
         low, middle, high = (floats(part[name]) for name in ("p10_ms", "p50_ms", "p90_ms"))
         at = [list(streams).index(name) for name in part["keys"]]
-        device, host, error = (part[name].iloc[0] for name in ("device_bytes", "host_bytes", "error"))
         left.errorbar(at, middle, [middle - low, high - middle], label=str(table), color=colour, marker="o")
-        bars = right.barh(i, (device + host) / 2**20, color=colour)
+        device, host, error = (part[name].iloc[0] for name in ("device_bytes", "host_bytes", "error"))
         where = f", {host / (device + host):.0%} on the host" if host else ""
-        right.bar_label(bars, [f"{'exact' if not error else f'error {error:.2%}'}{where}"], padding=3)
+        bars = right.barh(str(table), (device + host) / 2**20, color=colour)
+        right.bar_label(bars, [f"{f'error {error:.2%}' if error else 'exact'}{where}"], padding=3)
     left.set(yscale="log", xlabel="keys", ylabel=f"ms, {timed['num_tokens'].iloc[0]:,} keys (median, p10 to p90)")
     left.set_xticks(range(len(streams)), list(streams))
     plain(left.yaxis)
     left.legend()
-    right.set_yticks(range(timed["table"].nunique()), list(timed["table"].unique()))
-    right.invert_yaxis()
-    right.margins(x=0.35)
     right.set_xlabel("MiB")
+    right.margins(x=0.35)
+    right.invert_yaxis()
     figure.suptitle(title)
     return figure
 
@@ -190,14 +184,13 @@ def plot_hits(static: pd.DataFrame, frame: pd.DataFrame, title: str) -> Plot:
 
 def sentences(frame: pd.DataFrame, static: pd.DataFrame, through: pd.DataFrame) -> list[str]:
     """What the run showed, in words."""
-    timed, said = frame[frame["status"] == "ok"], []
-    for _, part in timed[timed["keys"].isin(static["keys"].iloc[[0, -1]])].groupby("keys", sort=False):
-        best = part.sort_values("p50_ms").iloc[0]
-        said.append(
-            f"{best['num_tokens']:,} keys of {best['keys']}: {best['p50_ms']:.3g} ms at best ({best['table']})."
-        )
+    timed, said = frame[frame["status"] == "ok"].sort_values("p50_ms"), []
+    for keys in static["keys"].iloc[[0, -1]]:
+        best = timed[timed["keys"] == keys].iloc[0]
+        said.append(f"{best['num_tokens']:,} keys of {keys}: {best['p50_ms']:.3g} ms at best ({best['table']}).")
     for lost in through[through["logits off by"] > 0].to_dict("records"):
         said.append(f"{lost['table']} moved a logit by up to {lost['logits off by']:.1g}.")
-    near = static[(static["cache_ratio"] - 0.05).abs() == (static["cache_ratio"] - 0.05).abs().min()]
+    far = (static["cache_ratio"] - 0.05).abs()
+    near = static[far == far.min()]
     hits = ", ".join(f"{hit:.0%} ({keys})" for keys, hit in zip(near["keys"], near["hit_rate"], strict=True))
     return [*said, f"{near['cache_ratio'].iloc[0]:.1%} of the rows, cached once, would hit {hits} of later keys."]

@@ -106,10 +106,19 @@ def test_safetensors_files_that_are_not_whole(tmp_path: Path) -> None:
         load_safetensors("torch", path, "items")
     with pytest.raises(ValueError, match=r"does not hold 'sequence.item_mlp.bias'"):  # not 2-D
         load_safetensors("torch", path, "sequence.item_mlp.bias")
+    with pytest.raises(ValueError, match="does not hold '__metadata__'"):
+        load_safetensors("torch", path, "__metadata__")
+    with pytest.raises(ValueError, match="num_rows=0"):
+        load_safetensors("torch", path, table, num_rows=0)
     whole = path.read_bytes()
-    offset = json.loads(whole[8 : 8 + struct.unpack("<Q", whole[:8])[0]])[table]["data_offsets"]
-    for length in (0, 5, 100, 8 + struct.unpack("<Q", whole[:8])[0] + offset[1] - 1):
-        path.write_bytes(whole[:length])
+    (length,) = struct.unpack("<Q", whole[:8])
+    lies = json.loads(whole[8 : 8 + length])
+    lies[table]["shape"][0] += 1
+    wrong = [whole[:cut] for cut in (0, 5, 100, 8 + length + lies[table]["data_offsets"][1] - 1, len(whole) - 1)]
+    wrong += [whole[:8] + b"\xff" * length + whole[8 + length :], struct.pack("<Q", 2) + b"[]"]
+    wrong += [struct.pack("<Q", len(text := json.dumps(lies).encode())) + text + whole[8 + length :], whole + b"0"]
+    for content in wrong:
+        path.write_bytes(content)
         with pytest.raises(ValueError, match="does not hold"):
             load_safetensors("torch", path, table)
 

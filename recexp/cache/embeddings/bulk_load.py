@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
 from recexp.cache.embeddings.store import EmbeddingStore, engines
@@ -30,17 +31,17 @@ def load_safetensors(
     "sequence.item_embedding.weight" is the item table in ``model.safetensors`` of a checkpoint. options: the engine's;
     dtype is the file's unless given. ValueError for a file without such a tensor, whole.
     """
-    path = Path(path)
-    length = path.stat().st_size
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(start - 8)) if start < length else {}
-    entry = header.get(tensor, {"dtype": None})
-    if entry["dtype"] not in DTYPES or len(entry["shape"]) != 2 or start + entry["data_offsets"][1] > length:
-        raise ValueError(f"{path} does not hold {tensor!r} as a whole 2-D tensor of floats; it has {', '.join(header)}")
-    (count, dim), dtype = entry["shape"], DTYPES[entry["dtype"]]
-    part = (None, path, start + entry["data_offsets"][0], count)
-    return _fill(engine, [part], num_rows or count, dim, dtype, quiet, {"dtype": dtype} | options)
+    header: dict[str, Any] = {}
+    try:
+        with safe_open(path, "pt"), open(path, "rb") as file:  # the former proves the header true of the whole file
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        (count, dim), dtype = header[tensor]["shape"], DTYPES[header[tensor]["dtype"]]
+    except (SafetensorError, KeyError, ValueError) as error:
+        what = f"{path} does not hold {tensor!r} as a whole 2-D tensor of floats"
+        raise ValueError(f"{what}: {error}; it has {', '.join(header) or 'nothing'}") from error
+    part = (None, Path(path), 8 + length + header[tensor]["data_offsets"][0], count)
+    return _fill(engine, [part], count if num_rows is None else num_rows, dim, dtype, quiet, {"dtype": dtype} | options)
 
 
 def load_key_values(
@@ -73,12 +74,12 @@ def _fill(
     store, row_bytes = engines[engine](num_rows, dim, **options), dim * dtype.itemsize
     step = max(CHUNK_BYTES // row_bytes, 1)
     with tqdm(total=sum(part[3] for part in parts), desc="load", unit="row", unit_scale=True, disable=quiet) as bar:
-        for keys, values, start, count in parts:
+        for path, values, start, count in parts:
             for first in range(0, count, step):
                 num = min(step, count - first)
                 rows = np.fromfile(values, np.uint8, num * row_bytes, offset=start + first * row_bytes)
-                given = np.fromfile(keys, np.int64, num, offset=8 * first) if keys else np.arange(first, first + num)
+                keys = np.fromfile(path, np.int64, num, offset=8 * first) if path else np.arange(first, first + num)
                 sent = torch.from_numpy(rows).view(dtype).view(num, dim).to(store.device, store.dtype)
-                store.update(torch.from_numpy(given).to(store.device), sent)
+                store.update(torch.from_numpy(keys).to(store.device), sent)
                 bar.update(num)
     return store

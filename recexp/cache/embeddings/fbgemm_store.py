@@ -49,22 +49,18 @@ class FbgemmStore(EmbeddingStore):
         sparse, places = import_module("fbgemm_gpu.split_embedding_configs").SparseType, common.EmbeddingLocation
         given = sparse.FP32 if self.dtype == torch.float32 else sparse.FP16
         kept = {0: given, 8: sparse.INT8, 4: sparse.INT4}[self.bits or 0]
-        self.caching = self.cache_ratio < 1
-        place = places.HOST if self.device.type == "cpu" else places.DEVICE
+        self.caching, on_cpu = self.cache_ratio < 1, self.device.type == "cpu"
+        place = places.MANAGED_CACHING if self.caching else places.HOST if on_cpu else places.DEVICE
         self.tbe = inference.IntNBitTableBatchedEmbeddingBagsCodegen(
-            [("", self.num_rows, self.dim, kept, places.MANAGED_CACHING if self.caching else place)],
+            [("", self.num_rows, self.dim, kept, place)],
             pooling_mode=common.PoolingMode.NONE,
             bounds_check_mode=common.BoundsCheckMode.NONE,  # the base class has checked
-            output_dtype=given,
-            device=self.device,
-            cache_load_factor=self.cache_ratio,
-            gather_uvm_cache_stats=self.caching,
-            uvm_host_mapped=True,
-        )
+            output_dtype=given, device=self.device, uvm_host_mapped=True,
+            cache_load_factor=self.cache_ratio, gather_uvm_cache_stats=self.caching,
+        )  # fmt: skip
         self.tbe.initialize_weights()  # zeros
         ((raw, _),) = self.tbe.split_embedding_weights(split_scale_shifts=False)  # uint8 [num_rows, bytes, aligned]
-        row_bytes = self.dim * self.bits // 8 + 4 if self.bits else self.row_bytes
-        return raw[:, :row_bytes] if self.bits else raw[:, :row_bytes].view(self.dtype)
+        return raw[:, : self.dim * self.bits // 8 + 4] if self.bits else raw[:, : self.row_bytes].view(self.dtype)
 
     def _gather(self, keys: Tensor) -> Tensor:
         return self.tbe(keys.int(), torch.arange(len(keys) + 1, dtype=torch.int32, device=self.device))

@@ -82,9 +82,8 @@ class EmbeddingStore:
             return self._zeros(0)
         if checked:
             rows = self._gather(keys)
-        else:  # a GPU has both to do before the host waits for it; in range is what the engine gets in any case
-            ends = _ends(keys)
-            rows = self._gather(keys.clamp(0, self.num_rows - 1))
+        else:  # a GPU has all of it to do before the host waits, and the engine gets nothing out of range
+            ends, rows = _ends(keys), self._gather(keys.clamp(0, self.num_rows - 1))
             self._check_values(keys, ends)
         self.num_keys += len(keys)
         return rows
@@ -103,8 +102,7 @@ class EmbeddingStore:
     def erase(self, keys: Tensor) -> None:
         """Make keys unknown; those that are stay so."""
         self._check_form(keys)
-        if len(keys):
-            self._check_ends(_ends(keys))
+        self._check_ends(_ends(keys))
         if len(keys := keys[self.known[keys]].unique()):
             self._erase(keys)
             self._changed(keys, False)
@@ -122,8 +120,7 @@ class EmbeddingStore:
         """Raise ValueError for keys that ``lookup`` refuses; they may lie on the CPU, where checking waits for nothing
         (unless unknown keys are an error)."""
         self._check_form(keys, from_host=True)
-        if len(keys):
-            self._check_values(keys, _ends(keys))
+        self._check_values(keys, _ends(keys))
 
     def _check_values(self, keys: Tensor, ends: Tensor) -> None:
         self._check_ends(ends)
@@ -151,8 +148,7 @@ class EmbeddingStore:
         found = (rows.dtype, tuple(rows.shape), rows.device) if isinstance(rows, Tensor) else type(rows).__name__
         if found != wanted or rows.layout != torch.strided or not rows.is_contiguous():
             raise ValueError(f"rows are {found}: must be contiguous, {wanted} for these keys")
-        if len(keys):
-            self._check_ends(_ends(keys))
+        self._check_ends(_ends(keys))
         if not bool((fits := (rows.abs() <= self.largest).all(1)).all()):
             key = int(keys[int((~fits).nonzero()[0])])
             raise ValueError(f"the row of key {key} holds NaN or infinity, or more than ±{self.largest:g}")
@@ -200,7 +196,9 @@ class EmbeddingStore:
 
 
 def _ends(keys: Tensor) -> Tensor:
-    """Smallest and largest key, int64 [2]: one kernel, and one copy to look at both."""
+    """Smallest and largest key, int64 [2]: one kernel, and one copy to look at both. Of no keys 0, always in range."""
+    if not len(keys):
+        return keys.new_zeros(2)
     torch.aminmax(keys, out=tuple((ends := keys.new_empty(2)).unbind()))
     return ends
 
