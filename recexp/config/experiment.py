@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from recexp.config.base import Count, Counts, Dtype, Name, Positive, Strict
 from recexp.config.data import DataConfig, TrainingConfig
@@ -92,6 +92,13 @@ class DifferenceConfig(Strict):
     depth: Count = 16  # layers of the model along which the error grows
     top_k: Count = 3
     saved: list[Path] = []  # runs, of other machines say, that this one is compared with
+
+    @field_validator("dtypes")
+    @classmethod
+    def _truth_and_another(cls, dtypes: list[str]) -> list[str]:
+        if "float64" not in dtypes or not {*dtypes} - {"float64", "tf32"}:
+            raise ValueError(f"needs float64, the truth, and another that every device has, got {dtypes}")
+        return dtypes
 
 
 class EmbeddingsConfig(Strict):

@@ -51,11 +51,8 @@ def make_model(name: str, experiment: ExperimentConfig, device: torch.device) ->
 
 def capture(model: RankingModel, experiment: ExperimentConfig) -> dict[str, GraphedModel]:
     """The modes beside eager: on CUDA one graph and a graph a layer, elsewhere the static buffers."""
-    if model.device.type != "cuda":
-        return {"static": model.make_graphs(experiment.graphs)}
-    return {
-        name: model.make_graphs(experiment.graphs, segmented=name == "segmented") for name in ("graph", "segmented")
-    }
+    names = ("graph", "segmented") if model.device.type == "cuda" else ("static",)
+    return {name: model.make_graphs(experiment.graphs, segmented=name == "segmented") for name in names}
 
 
 @contextmanager

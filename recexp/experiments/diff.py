@@ -108,10 +108,8 @@ def diff(run_a: Path, run_b: Path, out: Path | None = None) -> bool:
     for kind in ("png", "svg"):
         figure.savefig(out / f"diff.{kind}", dpi=150)
     told = found[~found["verdict"].isin(["", "within noise"])].sort_values("change", ascending=False)
-    told = told.loc[:, ~told.columns.str.contains("p10|p90|device|status_a|reason_a|error|gbps")].dropna(
-        axis=1, how="all"
-    )
-    told = told.assign(**{name: told[name].map(brief, na_action="ignore") for name in told if name == "reason_b"})
+    told = told.assign(reason_b=told["reason_b"].map(brief, "ignore")).dropna(axis=1, how="all")
+    told = told.loc[:, ~told.columns.str.contains("p10|p90|device|status_a|reason_a|error|gbps")]
     print(title, *([told.to_string(index=False)] if len(told) else []), sep="\n")
     print(", ".join(f"{n} {v or 'not compared'}" for v, n in found["verdict"].value_counts().items()) + f"; see {out}")
     return not found["verdict"].isin(FAULTS).any()

@@ -84,7 +84,6 @@ def sentences(latency: pd.DataFrame, report: pd.DataFrame) -> list[str]:
             others = [f"{m} {ms[m]:.3f} ms ({ms['eager'] / ms[m]:.2f} times as fast)" for m in ms.index if m != "eager"]
             said.append(f"{name}, {batch_size} at a time: {', '.join([f'eager {ms.eager:.3f} ms', *others])}.")
     for key, rows in report[report["segments"] > 0].groupby(["backbone", "mode"], sort=False):
-        said.append(
-            f"{', '.join(map(str, key))}: {len(rows)} buckets were captured in {rows['capture_ms'].sum() / 1e3:.1f} s."
-        )
+        seconds = rows["capture_ms"].sum() / 1e3
+        said.append(f"{', '.join(map(str, key))}: {len(rows)} buckets were captured in {seconds:.1f} s.")
     return said

@@ -60,12 +60,8 @@ def backend_of(model: RankingModel, page_size: int | None = None) -> str:
 def model_columns(name: str, model: RankingModel, page_size: int | None = None) -> dict[str, Any]:
     """Columns of a row that the model decides; page_size: with a cache."""
     weight, shape = model.sequence.item_embedding.weight, {c: getattr(model.config, c, page_size) for c in MODEL}
-    place = {"device": describe_device(model.device), "device_id": str(model.device)}
-    kind = {
-        "backbone": name,
-        "backend": backend_of(model, page_size),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-    }
+    place = {"device": describe_device(model.device), "device_id": str(model.device), "backbone": name}
+    kind = {"backend": backend_of(model, page_size), "dtype": str(weight.dtype).removeprefix("torch.")}
     return place | kind | shape
 
 

@@ -180,6 +180,12 @@ def test_a_layer_without_attention_has_dtypes_to_compare_and_no_more(small) -> N
         compare_ways("own", model, probe, experiment.difference.model_copy(update={"dtypes": ["tf32"]}), quiet=True)
 
 
+@pytest.mark.parametrize("dtypes", ["[float32]", "[float64]", "[float64, tf32]"])
+def test_dtypes_are_compared_with_the_truth(dtypes: str) -> None:
+    with pytest.raises(ValueError, match="needs float64, the truth, and another"):
+        load_experiment(QUICK, [f"difference.dtypes={dtypes}"])
+
+
 def test_logits_that_overflow_have_no_order(small, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment, interactions, test, models, _ = small
     model = RankingModel(models["hstu"].config)
