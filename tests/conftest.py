@@ -53,7 +53,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], P
         RankingModel(ModelConfig.model_validate({**sizes, "backbone": backbone})).save(folder / "model")
         command = ["export", str(folder / "model"), "--out", str(folder / "model.pt2"), "--max-users", "32"]
         done = CliRunner().invoke(app, [*command, "--page-size", str(page_size)], catch_exceptions=False)
-        assert "attends by backend 'paged': 'padded' reads lengths on the host" in done.output
+        assert "attends by backend 'gather': 'padded' reads lengths on the host" in done.output
         assert f"wrote {folder / 'model.pt2'} (" in done.output
         return folder
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recexp.layers import Attention, attention_backends
-from recexp.layers.attention import AttentionCall, AttentionRequest, choose, refusal
+from recexp.layers.attention import KV, AttentionCall, AttentionRequest, choose, refusal
 from recexp.layers.head import Head
 from recexp.layers.jagged import row_users
 from recexp.layers.sequence import SequenceStage
@@ -22,7 +22,7 @@ from recexp.metadata import KVMetadata
 from recexp.model import RankingModel
 
 METADATA = [field.name for field in fields(KVMetadata) if field.name != "buffer"]
-EXPORTABLE = ("triton", "paged")  # by speed; both read every length on the device
+EXPORTABLE = ("triton", "gather", "paged")  # by speed; operators that fix no length
 
 
 def exportable_backend(model: RankingModel, page_size: int | None) -> tuple[str, str]:
@@ -43,7 +43,7 @@ def exportable_backend(model: RankingModel, page_size: int | None) -> tuple[str,
         why = f"{wanted!r} reads lengths on the host, where an export would fix them"
     if request.device.type == "cuda" and not (reason := refusal("triton", request)):
         return "triton", why
-    return "paged", f"{why}; 'triton' {'runs on CUDA' if request.device.type == 'cpu' else f'refuses: {reason}'}"
+    return "gather", f"{why}; 'triton' {'runs on CUDA' if request.device.type == 'cpu' else f'refuses: {reason}'}"
 
 
 def of_fields(tensors: list[Tensor]) -> KVMetadata:
@@ -81,15 +81,9 @@ class ExportedAttention(nn.Module):
         self.backend = backend
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        seq_offsets: Tensor,
-        num_candidates: Tensor,
-        max_seqlen: int | None = None,
-        kv: tuple[Tensor, KVMetadata] | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, seq_offsets: Tensor, num_candidates: Tensor,
+        max_seqlen: int | None = None, kv: KV | None = None,
+    ) -> Tensor:  # fmt: skip
         rows = q, k, v, seq_offsets, num_candidates
         if self.backend == "triton":
             table, metadata = (None, []) if kv is None else (kv[0], [getattr(kv[1], name) for name in METADATA])
@@ -113,14 +107,9 @@ class ExportedRanker(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(
-        self,
-        token_ids: Tensor,
-        seq_offsets: Tensor,
-        num_candidates: Tensor,
-        candidate_rows: Tensor,
-        tables: list[Tensor],
-        metadata: list[Tensor],
-    ) -> Tensor:
+        self, token_ids: Tensor, seq_offsets: Tensor, num_candidates: Tensor, candidate_rows: Tensor,
+        tables: list[Tensor], metadata: list[Tensor],
+    ) -> Tensor:  # fmt: skip
         """Logits [N, num_tasks] of the rows candidate_rows, int64 [N].
 
         token_ids: int64 [T]; seq_offsets int32 [B+1]; num_candidates int32 [B]. tables: one a layer, appended to, and
@@ -132,9 +121,8 @@ class ExportedRanker(nn.Module):
         history = kv.total_history_lengths if kv else new
         position = torch.arange(token_ids.shape[0], device=user.device) + (history - new - seq_offsets[:-1])[user]
         x = embed(self.sequence, token_ids, position, history[user])
-        lengths = seq_offsets, num_candidates
         for i, layer in enumerate(self.backbone.layers):
-            x = layer(x, *lengths, None, (tables[i], kv) if kv else None)
+            x = layer(x, seq_offsets, num_candidates, None, (tables[i], kv) if kv else None)
         return self.head(x[candidate_rows])
 
 

@@ -24,7 +24,7 @@ def test_every_way_gives_the_same_numbers(run_folder: Path) -> None:
     rows = load_run(run_folder).measurements
     assert list(zip(rows["mode"], rows["tier"], strict=True)) == WAYS * 2 and set(rows["status"]) == {"ok"}
     assert rows["error"].between(0, 1e-5, inclusive="neither").all() and (rows["p50_ms"] > 0).all()
-    assert rows["backend"].tolist() == ["padded", "paged", "paged", "padded", "paged"] * 2
+    assert rows["backend"].tolist() == ["padded", "gather", "gather", "padded", "gather"] * 2
     assert (
         rows["cached_tokens"].tolist() == [0, 0, 0, 18, 18] * 2
         and (rows["num_tokens"] == 28 * rows["batch_size"]).all()

@@ -17,8 +17,9 @@ from recexp.layers.attention import AttentionCall, AttentionRequest
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 CASES = sorted(path.stem.removeprefix("attention_") for path in ORACLES.glob("attention_*.npz"))
-BOUNDS = {("reference", torch.float64): 1e-12, ("padded", torch.float64): 1e-12, ("padded", torch.float32): 1e-6}
-BOUNDS |= {("paged", torch.float64): 1e-12, ("paged", torch.float32): 1e-6}
+PRECISE = {torch.float64: 1e-12, torch.float32: 1e-6}
+BOUNDS = {(name, dtype): bound for name in ("padded", "paged", "gather") for dtype, bound in PRECISE.items()}
+BOUNDS |= {("reference", torch.float64): 1e-12}
 
 
 def relative(a: Tensor, r: Tensor) -> float:
@@ -42,7 +43,7 @@ def test_oracles(case: str, backend: str, dtype: torch.dtype, weighting: str) ->
     assert relative(out, expected[weighting]) < BOUNDS[backend, dtype]
 
 
-@pytest.mark.parametrize("backend", ["reference", "padded", "paged"])
+@pytest.mark.parametrize("backend", ["reference", "padded", "paged", "gather"])
 @pytest.mark.parametrize("weighting", ["silu", "softmax"])
 def test_strided_rows_are_taken_as_they_are(weighting: str, backend: str) -> None:
     (q, k, v, *lengths), numbers, expected = oracle("ragged")
@@ -87,7 +88,7 @@ def test_reference_follows_the_rule_written_as_a_mask(
         else scores.masked_fill(~visible, -torch.inf).softmax(-1)
     )
     expected = torch.einsum("hij,jhd->ihd", weights, v)
-    for backend in ("reference", "padded", "paged"):
+    for backend in ("reference", "padded", "paged", "gather"):
         out = attend(*inputs, weighting=weighting, alpha=0.3, scaling_seqlen=11, backend=backend)
         assert torch.allclose(out, expected, rtol=1e-11, atol=1e-13)
 
@@ -129,7 +130,7 @@ def test_padded_has_the_gradients_of_the_reference(weighting: str) -> None:
         assert torch.isfinite(tested).all() and relative(tested, expected) < 1e-12
 
 
-@pytest.mark.parametrize("backend", ["reference", "padded", "paged"])
+@pytest.mark.parametrize("backend", ["reference", "padded", "paged", "gather"])
 def test_nobody_and_nothing(backend: str) -> None:
     empty = torch.zeros(0, 2, 8)
     for size in (0, 3):

@@ -19,7 +19,7 @@ from .test_layers import CASES, WEIGHTS, load, relative
 Ints = NDArray[np.int64]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PAGE_SIZES = [1, 3, 16, 128]
-BACKENDS = ["reference", "padded", "paged"]
+BACKENDS = ["reference", "padded", "paged", "gather"]
 CUTS = {  # history lengths -> cached tokens of each user
     "nothing": lambda h, r: h * 0,
     "one": lambda h, r: np.minimum(h, 1),
