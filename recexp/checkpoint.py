@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -14,16 +15,8 @@ from recexp.config import ModelConfig, load_config
 from recexp.registry import nearest
 
 WEIGHTS, CONFIG = "model.safetensors", "config.yaml"
-MEANING = (
-    "backbone",
-    "num_heads",
-    "head_dim",
-    "residual",
-    "scaling_seqlen",
-    "max_history_pairs",
-    "window_hop",
-    "context",
-)
+MEANING = ["backbone", "num_heads", "head_dim", "residual", "scaling_seqlen"]
+MEANING += ["max_history_pairs", "window_hop", "context"]
 
 
 def save(model: nn.Module, config: ModelConfig, folder: str | Path) -> Path:
@@ -47,9 +40,13 @@ def load_config_of(folder: str | Path) -> ModelConfig:
     """The configuration beside a checkpoint's weights."""
     if not (Path(folder) / WEIGHTS).is_file():
         raise ValueError(f"no checkpoint in {folder}: {WEIGHTS} is missing; name a folder that `save` wrote")
-    config = load_config(Path(folder) / CONFIG)
-    if not isinstance(config, ModelConfig):
-        raise ValueError(f"{Path(folder) / CONFIG} describes a {config.kind}, not a model")
+    return load_model_config(Path(folder) / CONFIG)
+
+
+def load_model_config(path: Path) -> ModelConfig:
+    """``load_config`` of a file that has to be a model's."""
+    if not isinstance(config := load_config(path), ModelConfig):
+        raise ValueError(f"{path} describes a {config.kind}, not a model")
     return config
 
 
@@ -65,17 +62,19 @@ def read(folder: str | Path) -> dict[str, Tensor]:
 def load_weights(model: nn.Module, config: ModelConfig, folder: str | Path, convert: bool = False) -> None:
     """Load the weights of ``folder`` into a model of ``config``; convert: to the model's dtype, if theirs is another.
 
-    Raises ValueError that lists every setting that gives the same weights another meaning (heads, scaling_seqlen, …),
-    and every missing, unknown and wrongly shaped tensor, or of another dtype; the model then keeps its old weights.
+    Raises ValueError that lists all that does not fit: settings that give the same weights another meaning (heads,
+    scaling_seqlen, the order of context features, …) and tensors; the model then keeps its old weights.
     """
     found, theirs = read(folder), load_config_of(folder)
-    problems = [
-        f"{name} is {getattr(theirs, name)!r}, the model's is {getattr(config, name)!r}"
-        for name in MEANING
-        if getattr(theirs, name) != getattr(config, name)
-    ]
+    settings = [(name, _ordered(getattr(theirs, name)), _ordered(getattr(config, name))) for name in MEANING]
+    problems = [f"{name} is {a!r}, the model's is {b!r}" for name, a, b in settings if a != b]
     check_fit(Path(folder) / WEIGHTS, found, model.state_dict(), convert, problems)
     model.load_state_dict(found)
+
+
+def _ordered(value: Any) -> Any:
+    """A mapping as a list: tables are numbered in its order."""
+    return list(value.items()) if isinstance(value, dict) else value
 
 
 def check_fit(
@@ -85,14 +84,11 @@ def check_fit(
     lines = [*problems, *(f"missing {name} {list(wanted[name].shape)}" for name in wanted if name not in found)]
     for name, tensor in found.items():
         if name not in wanted:
-            lines.append(f"unknown {name}; {_near(name, list(wanted))}")
+            near = nearest(name, list(wanted)).split("known:")[0].strip()
+            lines.append(f"unknown {name}; {near or 'no name like it in the model'}")
         elif tensor.shape != wanted[name].shape:
             lines.append(f"{name} is {list(tensor.shape)}, the model's is {list(wanted[name].shape)}")
-        elif tensor.dtype != wanted[name].dtype and not convert:
+        elif tensor.dtype != wanted[name].dtype and not (convert and tensor.dtype.is_floating_point):
             lines.append(f"{name} is {tensor.dtype}, the model's is {wanted[name].dtype}; name a dtype to convert to")
     if lines:
         raise ValueError(f"{path} does not fit the model ({len(lines)} differences):\n  " + "\n  ".join(lines))
-
-
-def _near(name: str, known: list[str]) -> str:
-    return nearest(name, known).split("known:")[0].strip() or "no name like it in the model"

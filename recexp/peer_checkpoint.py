@@ -57,8 +57,8 @@ def names(config: ModelConfig) -> dict[str, str]:
 def read(folder: str | Path) -> dict[str, Tensor]:
     """The tensors of a file in the peer layout, under the peer's names, on the CPU.
 
-    Raises ValueError for what is not there or not whole, and for a file that holds more than tensors, which is never
-    unpickled.
+    Raises ValueError for what is not there or not whole, and for a file that holds more than dense tensors, which is
+    never unpickled.
     """
     path = Path(folder) / FILE
     if not zipfile.is_zipfile(path):
@@ -67,11 +67,17 @@ def read(folder: str | Path) -> dict[str, Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or hostile archive raises is not documented
-        raise ValueError(f"{path} is refused: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"{path} is refused: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
     state = found.get("model_state_dict") if isinstance(found, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
-        raise ValueError(f"{path} has no key 'model_state_dict' with tensors by name")
+    if not isinstance(state, dict) or not state or not all(_plain(*item) for item in state.items()):
+        raise ValueError(f"{path} has no key 'model_state_dict' with dense tensors by name")
     return state
+
+
+def _plain(name: object, x: object) -> bool:
+    """Whether it is a name and a tensor that copies into a model's: not sparse, nested, quantized or without data."""
+    strided = isinstance(x, Tensor) and (x.layout, x.device.type) == (torch.strided, "cpu")
+    return isinstance(name, str) and strided and not (x.is_nested or x.is_quantized)  # type: ignore[attr-defined]
 
 
 def backbone_of(state: dict[str, Tensor]) -> str | None:
@@ -85,26 +91,29 @@ def backbone_of(state: dict[str, Tensor]) -> str | None:
 def load_peer_weights(model: nn.Module, config: ModelConfig, folder: str | Path, convert: bool = False) -> list[str]:
     """``load_weights`` from the peer layout; returns the tables that the file has not, whose rows the model keeps.
 
-    Raises ValueError: as ``read``; the other backbone; every missing, unknown and wrongly shaped tensor in one error.
-    The model then keeps its old weights.
+    Raises ValueError: as ``read``; the other backbone; all that does not fit. The model then keeps its old weights.
     """
-    state, known, wanted, path = read(folder), names(config), model.state_dict(), Path(folder) / FILE
+    state, known, path = read(folder), names(config), Path(folder) / FILE
     if (theirs := backbone_of(state)) not in (None, config.backbone):
         raise ValueError(f"{path} holds layers of backbone {theirs!r}, the model's are {config.backbone!r}")
-    tables = {name: wanted[ours] for name, ours in _tables(config).items()}
-    sparse = _split(state, tables)
-    dense = {a: x.t() if a.endswith(TRANSPOSED) else x for a, x in state.items() if not a.startswith(SPARSE)}
-    fit = {a: wanted[b] for a, b in known.items()} | {name: tables[name] for name in sparse}
-    check_fit(path, dense | sparse, fit, convert)
-    found = {known[a]: x for a, x in dense.items()} | {_tables(config)[name]: x for name, x in sparse.items()}
-    model.load_state_dict(found, strict=False)
+    ours, tables = model.state_dict(), _tables(config)
+    found = {name: x for name, x in state.items() if not name.startswith(SPARSE)}
+    found |= (sparse := _split(state, {name: ours[table] for name, table in tables.items()}))
+    known |= {name: tables[name] for name in sparse}
+    check_fit(path, found, {name: _turned(name, ours[mine]) for name, mine in known.items()}, convert)
+    model.load_state_dict({known[name]: _turned(name, x) for name, x in found.items()}, strict=False)
     return [name for name in tables if name not in sparse]
+
+
+def _turned(name: str, x: Tensor) -> Tensor:
+    """From one layout to the other."""
+    return x.t() if name.endswith(TRANSPOSED) else x
 
 
 def save_peer(model: nn.Module, config: ModelConfig, folder: str | Path) -> Path:
     """Write the peer layout, all tables in one flat row behind the dense part; returns the file's path."""
     known, ours = names(config), {name: x.detach().cpu() for name, x in model.state_dict().items()}
-    state = {a: (ours[b].t() if a.endswith(TRANSPOSED) else ours[b]).contiguous() for a, b in known.items()}
+    state = {a: _turned(a, ours[b]).contiguous() for a, b in known.items()}
     tables = _tables(config)
     state[f"{FLAT}{'/'.join(tables)}_weights"] = torch.cat([ours[name].flatten() for name in tables.values()])
     path = Path(folder) / FILE

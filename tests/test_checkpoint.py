@@ -60,6 +60,13 @@ def test_the_same_shapes_with_another_meaning_are_refused(tmp_path: Path) -> Non
     assert "num_heads is 2, the model's is 4" in str(error.value) and "scaling_seqlen is 20.0" in str(error.value)
 
 
+def test_context_tables_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Equal as mappings, and of equal shapes; but the tables are numbered."""
+    model(context={"age": 7, "day": 7}).save(tmp_path)
+    with pytest.raises(ValueError, match=r"context is \[\('age', 7\), \('day', 7\)\], the model's is \[\('day', 7\)"):
+        load(model(context={"day": 7, "age": 7}), tmp_path)
+
+
 def test_absent_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint in"):
         RankingModel.load(tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -19,6 +21,7 @@ from recexp.peer_checkpoint import FILE, FLAT, load_peer_weights, save_peer
 BATCH = SequenceBatch.from_lists([0], [[1, 2]], [[1, 2]], [[3, 4]])
 BACKBONES = ["hstu", "transformer"]
 ORACLES = Path(__file__).parent / "oracles"
+QUICK = Path(__file__).parents[1] / "configs/experiments/export_quick.yaml"
 
 
 def model(backbone: str = "hstu", dtype: torch.dtype | None = None, **changes: object) -> RankingModel:
@@ -117,7 +120,7 @@ def test_every_mismatch_is_in_one_error_and_nothing_changes(tmp_path: Path) -> N
     with pytest.raises(ValueError) as error:
         load(target, tmp_path)
     text = str(error.value)
-    assert f"missing {layer}0._linear_uvqk_weight [64, 16]" in text and "(3 differences)" in text
+    assert f"missing {layer}0._linear_uvqk_weight [16, 64]" in text and "(3 differences)" in text
     assert f"unknown {layer}0._linear_uvqk_wieght; did you mean '{layer}0._linear_uvqk_weight'" in text
     assert "_mlp._mlp.0.bias is [7], the model's is [8]" in text
     assert all(torch.equal(x, before[name]) for name, x in target.state_dict().items())
@@ -163,6 +166,45 @@ def test_files_that_are_refused_unread(tmp_path: Path, monkeypatch: pytest.Monke
         load(target, tmp_path)
 
 
+LAYER, BIAS = "_hstu_block._attention_layers.0", "_mlp._mlp.0.bias"  # a tensor of 8
+ODD = {
+    "no name": ({1: torch.ones(8)}, "dense tensors by name"),
+    "layer without a tensor": ({LAYER: torch.ones(8)}, f"unknown {LAYER}; did you mean"),
+    "three dimensions": (
+        {f"{LAYER}._linear_uvqk_weight": torch.ones(2, 2, 2)},
+        r"uvqk_weight is \[2, 2, 2\], the model's",
+    ),
+    "turned": ({f"{LAYER}._linear_uvqk_weight": torch.ones(64, 16)}, r"is \[64, 16\], the model's is \[16, 64\]"),
+    "sparse": ({BIAS: torch.ones(8).to_sparse()}, "dense tensors by name"),
+    "no data": ({BIAS: torch.ones(8, device="meta")}, "dense tensors by name"),
+    "integers": ({BIAS: torch.ones(8, dtype=torch.int32)}, "is torch.int32, the model's is torch.float32"),
+    "complex": ({BIAS: torch.ones(8, dtype=torch.complex64)}, "is torch.complex64"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_tensors_are_refused_and_nothing_changes(case: str, tmp_path: Path) -> None:
+    saved, target = model(seed=5), model()
+    save_peer(saved, saved.config, tmp_path)
+    changes, message = ODD[case]
+    write(tmp_path, state_of(tmp_path) | changes)  # type: ignore[operator]
+    before = {name: x.clone() for name, x in target.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load(target, tmp_path, convert=True)
+    assert all(torch.equal(x, before[name]) for name, x in target.state_dict().items())
+
+
+def test_an_archive_with_half_a_pickle_is_refused(tmp_path: Path) -> None:
+    path = save_peer(model(), model().config, tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content[: len(content) // 2] if name.endswith("data.pkl") else content)
+    with pytest.raises(ValueError, match=r"is refused: EOFError\(\)"):
+        load(model(), tmp_path)
+
+
 def test_new_weights_reach_every_path(tmp_path: Path) -> None:
     """What was cached or captured with the old weights is not used any more."""
     settings = {"attention_backend": "paged", "max_candidates": 4}
@@ -189,3 +231,28 @@ def test_convert_and_inspect(backbone: str, tmp_path: Path, monkeypatch: pytest.
         tmp_path / "ours" / "model.safetensors"
     ).read_bytes()
     assert f"layout recexp, backbone {backbone}" in run(app, ["checkpoint", "inspect", str(tmp_path / "back")]).output
+
+
+def test_convert_overwrites_nothing_and_names_what_it_needs(tmp_path: Path) -> None:
+    def convert(*args: object) -> str:
+        done = CliRunner().invoke(app, ["checkpoint", "convert", *map(str, args)])
+        assert done.exception is None or isinstance(done.exception, ValueError)
+        return str(done.exception or done.output)
+
+    ours, theirs, saved = tmp_path / "ours", tmp_path / "theirs", model(seed=5)
+    saved.save(ours)
+    assert convert(ours, theirs, "--dtype", "bfloat16").startswith("wrote")
+    assert state_of(theirs)[BIAS].dtype == torch.bfloat16
+    assert "theirs holds a checkpoint already: name a new folder" in convert(ours, theirs)
+    assert "ours holds a checkpoint already" in convert(theirs, ours, "--config", ours / "config.yaml")
+    assert "dtype 'int8'; known: float32" in convert(ours, tmp_path / "new", "--dtype", "int8")
+    assert "describes a experiment, not a model" in convert(theirs, tmp_path / "new", "--config", QUICK)
+    mixed = {name: x.float() if "embedding" in name else x for name, x in state_of(theirs).items()}
+    write(theirs, {"_embedding_collection.rows": torch.ones(2, dtype=torch.int64)} | mixed)
+    assert "name a dtype to convert to" in convert(theirs, tmp_path / "new", "--config", ours / "config.yaml")
+    options = ("--config", ours / "config.yaml", "--dtype", "float32")
+    assert convert(theirs, tmp_path / "new", *options).startswith("wrote")
+    write(theirs, {})
+    assert "dense tensors by name" in convert(theirs, tmp_path / "newer", *options)
+    save_file({}, ours / "model.safetensors")
+    assert "missing head.mlp.0.bias" in convert(ours, tmp_path / "newer")

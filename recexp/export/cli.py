@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    import torch
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Checkpoints, in this layout or in that of recsys-examples.")
 
@@ -15,25 +18,39 @@ def convert(
     source: Path,
     target: Path,
     config: Annotated[Path | None, typer.Option(help="The model's YAML; the other layout does not hold it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else the source's own.")] = None,
 ) -> None:
     """Write a checkpoint folder in the other layout: of this kit (model.safetensors) or of recsys-examples."""
-    from recexp import checkpoint
-    from recexp.config import load_config
+    from recexp import checkpoint, peer_checkpoint
     from recexp.model import RankingModel
-    from recexp.peer_checkpoint import load_peer_weights, read, save_peer
 
-    if (source / checkpoint.WEIGHTS).is_file():
-        config_of = checkpoint.load_config_of(source)
-        model = RankingModel(config_of, dtype=next(iter(checkpoint.read(source).values())).dtype)
-        checkpoint.load_weights(model, config_of, source)
-        print(f"wrote {save_peer(model, config_of, target)}")
-        return
-    if config is None:
+    if (target / checkpoint.WEIGHTS).exists() or (target / peer_checkpoint.FILE).exists():
+        raise ValueError(f"{target} holds a checkpoint already: name a new folder")
+    ours = (source / checkpoint.WEIGHTS).is_file()
+    tensors = (checkpoint if ours else peer_checkpoint).read(source)
+    if ours:
+        of = checkpoint.load_config_of(source)
+    elif config:
+        of = checkpoint.load_model_config(config)
+    else:
         raise ValueError(f"{source} holds no configuration: name the model's by --config")
-    model = RankingModel(load_config(config), dtype=next(iter(read(source).values())).dtype)
-    if missing := load_peer_weights(model, model.config, source):
+    own = next((x.dtype for x in tensors.values() if x.dtype.is_floating_point), None)
+    model = RankingModel(of, dtype=_dtype(dtype) if dtype else own)
+    if ours:
+        checkpoint.load_weights(model, of, source, convert=bool(dtype))
+        print(f"wrote {peer_checkpoint.save_peer(model, of, target)}")
+        return
+    if missing := peer_checkpoint.load_peer_weights(model, of, source, convert=bool(dtype)):
         print(f"{source} has no tables {', '.join(missing)}: the new checkpoint holds untrained rows for them")
     print(f"wrote {model.save(target)}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {name!r}; known: float32, bfloat16, float16")
+    return getattr(torch, name)
 
 
 @checkpoint_app.command()
@@ -60,12 +77,8 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Compile a checkpoint into an AOTInductor package, which C++ can serve without Python."""
-    import torch
-
     from recexp.export.build import export as write
     from recexp.model import RankingModel
 
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype {dtype!r}; a package computes in float32, bfloat16 or float16")
-    write(RankingModel.load(model, device, getattr(torch, dtype)), out, page_size or None, max_users)
+    write(RankingModel.load(model, device, _dtype(dtype)), out, page_size or None, max_users)
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
