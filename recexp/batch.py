@@ -33,9 +33,8 @@ def _check_ids(name: str, ids: Any, length: int, of_what: str) -> None:
 
 def describe(value: Any) -> str:
     """Short text of a value for error messages: dtype and shape of a tensor, the value itself otherwise."""
-    return (
-        f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.80}"
-    )
+    is_tensor = isinstance(value, Tensor)
+    return f"{value.dtype} {list(value.shape)}" if is_tensor else f"{type(value).__name__} {value!r:.80}"
 
 
 @dataclass(frozen=True)
@@ -112,21 +111,15 @@ class SequenceBatch:
 
     def to(self, device: torch.device | str) -> SequenceBatch:
         """Ids on ``device``; the lengths stay on the host."""
-        return replace(
-            self,
-            **{
-                name: getattr(self, name).to(device) for name in ("user_ids", "item_ids", "action_ids", "candidate_ids")
-            },
-            context_ids={k: v.to(device) for k, v in self.context_ids.items()},
-        )
+        names = ("user_ids", "item_ids", "action_ids", "candidate_ids")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, **moved, context_ids={k: v.to(device) for k, v in self.context_ids.items()})
 
     def select(self, rows: Sequence[int]) -> SequenceBatch:
         """The requests of ``rows``, in that order."""
-        index = torch.as_tensor(list(rows), dtype=torch.int64)
-        pairs = _ranges(self.num_pairs[index], offsets(self.num_pairs)[:-1][index]).to(self.item_ids.device)
-        candidates = _ranges(self.num_candidates[index], offsets(self.num_candidates)[:-1][index]).to(
-            self.item_ids.device
-        )
+        index, device = torch.as_tensor(list(rows), dtype=torch.int64), self.item_ids.device
+        pairs = _ranges(self.num_pairs[index], offsets(self.num_pairs)[:-1][index]).to(device)
+        candidates = _ranges(self.num_candidates[index], offsets(self.num_candidates)[:-1][index]).to(device)
         on_device = index.to(self.user_ids.device)
         return SequenceBatch(
             user_ids=self.user_ids[on_device],
@@ -185,27 +178,20 @@ def check_offsets(
         if not isinstance(tensor, Tensor) or tensor.ndim != 1 or tensor.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be a 1-D int32 tensor, got {describe(tensor)}")
     if seq_offsets.shape[0] != num_candidates.shape[0] + 1:
-        raise ValueError(
-            f"seq_offsets has {seq_offsets.shape[0]} entries and num_candidates {num_candidates.shape[0]}; "
-            "B users need B + 1 and B"
-        )
+        found = f"seq_offsets has {len(seq_offsets)} entries and num_candidates {len(num_candidates)}"
+        raise ValueError(f"{found}; B users need B + 1 and B")
     if max_seqlen is not None and (not isinstance(max_seqlen, int) or max_seqlen < 0):
         raise ValueError(f"max_seqlen {max_seqlen!r} must be a host integer, 0 or more")
     if seq_offsets.device.type != "cpu" or num_candidates.device.type != "cpu":
         return
     starts, lengths = seq_offsets.tolist(), seq_offsets.diff().tolist()
     if starts[0] != 0 or starts[-1] > num_tokens or (starts[-1] < num_tokens and not padding):
-        raise ValueError(
-            f"seq_offsets run from {starts[0]} to {starts[-1]}; {num_tokens} tokens need 0 to {num_tokens}"
-        )
+        found = f"seq_offsets run from {starts[0]} to {starts[-1]}"
+        raise ValueError(f"{found}; {num_tokens} tokens need 0 to {num_tokens}")
     for row, (length, candidates) in enumerate(zip(lengths, num_candidates.tolist(), strict=True)):
         if length < 0:
-            raise ValueError(
-                f"seq_offsets fall from {starts[row]} to {starts[row + 1]} at row {row}; offsets never fall"
-            )
+            raise ValueError(f"seq_offsets fall from {starts[row]} by {-length} at row {row}; offsets never fall")
         if not 0 <= candidates <= length:
-            raise ValueError(
-                f"row {row} has {candidates} candidates and {length} tokens; candidates are 0 to the row's tokens"
-            )
+            raise ValueError(f"row {row} has {candidates} candidates and {length} tokens; give 0 to the row's tokens")
     if max_seqlen is not None and max_seqlen < max(lengths, default=0):
         raise ValueError(f"max_seqlen {max_seqlen} is below {max(lengths)}, the longest row; pass the longest or more")

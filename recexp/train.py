@@ -86,10 +86,8 @@ def train(
 
     The best averaged weights by validation AUC of the first task are kept.
     """
-    identity = [config, data, training]
-    text = json.dumps(
-        [__version__, interactions.fingerprint, *(part.model_dump(mode="json") for part in identity)], sort_keys=True
-    )
+    parts = (part.model_dump(mode="json") for part in (config, data, training))
+    text = json.dumps([__version__, interactions.fingerprint, *parts], sort_keys=True)
     folder = cache_dir() / "checkpoints" / f"{config.backbone}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     history_file = folder / "training.json"
     if backbones.is_fixed(config.backbone) and (folder / WEIGHTS).is_file():
@@ -124,10 +122,9 @@ def _fit(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=training.learning_rate, betas=training.betas, weight_decay=training.weight_decay
     )
-    warmup = max(1, math.ceil(training.warmup_fraction * training.num_steps))
+    total, warmup = training.num_steps, max(1, math.ceil(training.warmup_fraction * training.num_steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warmup, (training.num_steps - step) / max(1, training.num_steps - warmup)),
+        optimizer, lambda step: min((step + 1) / warmup, (total - step) / max(1, total - warmup))
     )
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training.averaging))
     averaged = cast(RankingModel, average.module)
@@ -137,18 +134,17 @@ def _fit(
     parallel: nn.Module = model
     if group.count > 1:  # a process without users in a batch has parameters without gradients
         parallel = DistributedDataParallel(model, find_unused_parameters=True)
-    with tqdm(total=training.num_steps, desc=f"train {model.config.backbone}", disable=quiet, unit="step") as bar:
-        for step in range(1, training.num_steps + 1):
+    with tqdm(total=total, desc=f"train {model.config.backbone}", disable=quiet, unit="step") as bar:
+        for step in range(1, total + 1):
             model.train()
             batch, actions = next(batches)
             batch = batch.windowed(model.config.max_history_pairs, model.config.window_hop or 1)
             logits = parallel(batch, rows="items")
-            wanted = torch.from_numpy(labels(_item_actions(batch, actions), tasks, interactions.action_values)).to(
-                logits.device
-            )
+            wanted = labels(_item_actions(batch, actions), tasks, interactions.action_values)
             # A fixed divisor, so that every item token weighs the same, whatever batch it is in: the mean over a batch
             # would favour users with short histories, who share batches. Between processes gradients are averaged.
-            loss = binary_cross_entropy_with_logits(logits, wanted, reduction="sum") / full_batch * group.count
+            target = torch.from_numpy(wanted).to(logits.device)
+            loss = binary_cross_entropy_with_logits(logits, target, reduction="sum") / full_batch * group.count
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), training.gradient_clip)
@@ -156,7 +152,7 @@ def _fit(
             schedule.step()
             average.update_parameters(model)
             bar.update()
-            if step % training.evaluate_every and step != training.num_steps:
+            if step % training.evaluate_every and step != total:
                 continue
             score = group.mean(evaluate(averaged, tasks[:1], interactions, splits.validation)[0]["auc"])
             history.append({"step": step, "loss": group.mean(loss.item()), "validation_auc": score})
@@ -164,10 +160,8 @@ def _fit(
             if score > best or best_weights is None:
                 best, waited = score, 0
                 best_weights = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
-            else:
-                waited += 1
-                if waited >= training.patience:
-                    break
+            elif (waited := waited + 1) >= training.patience:
+                break
     model.load_state_dict(best_weights or {})
     model.eval()
     return history

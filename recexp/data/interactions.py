@@ -50,15 +50,13 @@ class Interactions:
         """
         users, items, actions, times = (np.asarray(a) for a in (users, items, action_ids, times))
         if len(set(lengths := [len(a) for a in (users, items, actions, times)])) > 1:
-            raise ValueError(
-                f"{name}: users, items, actions and times have {lengths} entries; give one of each per event"
-            )
+            found = f"users, items, actions and times have {lengths} entries"
+            raise ValueError(f"{name}: {found}; give one of each per event")
         if not len(users):
             raise ValueError(f"{name} holds no interactions; give at least one")
         if actions.dtype.kind not in "iu" or times.dtype.kind not in "iuf" or not np.isfinite(times).all():
-            raise ValueError(
-                f"{name}: action ids are {actions.dtype} and times {times.dtype}; give integers and finite times"
-            )
+            found = f"action ids are {actions.dtype} and times {times.dtype}"
+            raise ValueError(f"{name}: {found}; give integers and finite times")
         if None in users or None in items:
             raise ValueError(f"{name}: a user or an item is None; leave such events out")
         if len(bad := np.flatnonzero((actions < 0) | (actions >= len(values)))):

@@ -21,9 +21,8 @@ def ranking_metrics(scores: ArrayLike, labels: ArrayLike, users: ArrayLike, k: i
     if len(bad := labels[~np.isin(labels, (0, 1))]):
         raise ValueError(f"label {bad[0]} is neither 0 nor 1; give the labels of one task")
     if len(bad := np.flatnonzero(~np.isfinite(scores))):
-        raise ValueError(
-            f"{len(bad)} of {len(scores)} scores are not finite, the first in row {bad[0]}; they have no order"
-        )
+        found = f"{len(bad)} of {len(scores)} scores are not finite, the first in row {bad[0]}"
+        raise ValueError(f"{found}; they have no order")
     table = pd.DataFrame({"score": scores, "label": labels.astype(np.float64), "user": users})
     per_user = table.groupby("user")
     positives = per_user["label"].sum()
