@@ -190,7 +190,8 @@ def check_offsets(
         raise ValueError(f"{found}; {num_tokens} tokens need 0 to {num_tokens}")
     for row, (length, candidates) in enumerate(zip(lengths, num_candidates.tolist(), strict=True)):
         if length < 0:
-            raise ValueError(f"seq_offsets fall from {starts[row]} by {-length} at row {row}; offsets never fall")
+            fall = f"seq_offsets fall from {starts[row]} to {starts[row + 1]} at row {row}"
+            raise ValueError(f"{fall}; offsets never fall")
         if not 0 <= candidates <= length:
             raise ValueError(f"row {row} has {candidates} candidates and {length} tokens; give 0 to the row's tokens")
     if max_seqlen is not None and max_seqlen < max(lengths, default=0):
