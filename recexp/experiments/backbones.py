@@ -56,10 +56,9 @@ def sizes(models: Mapping[str, RankingModel], latency: pd.DataFrame, config: Mea
         shape, history = model.config, len(model.config.context) + 2 * pairs
         cached = latency[(latency["backbone"] == name) & (latency["tier"] != "none")]
         kv_bytes = 2 * shape.num_layers * shape.num_heads * shape.head_dim * itemsize * any(cached["status"] == "ok")
-        count = sum(p.numel() for p in model.parameters())
+        count, layers = (sum(p.numel() for p in part.parameters()) for part in (model, model.backbone))
         flops = request_flops(model, 0, history, config.num_candidates)
-        row = {"model": name, "parameters": count}
-        row["parameters in layers"] = sum(p.numel() for p in model.backbone.parameters())
+        row = {"model": name, "parameters": count, "parameters in layers": layers}
         row |= {f"FLOPs of a request ({pairs} pairs, {config.num_candidates} candidates)": flops}
         row |= {"KV cache, bytes per token": kv_bytes, MEMORY: count * itemsize + 1000 * history * kv_bytes}
         rows.append(row)

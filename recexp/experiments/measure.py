@@ -39,14 +39,9 @@ class Ceilings(NamedTuple):
 
 
 def measure(
-    fn: Callable[..., Any],
-    inputs: Sequence[tuple[Any, ...]],
-    *,
-    device: torch.device | str,
-    min_runs: int = 20,
-    max_runs: int = 200,
-    max_seconds: float = 2.0,
-) -> Latency:
+    fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, device: torch.device | str,
+    min_runs: int = 20, max_runs: int = 200, max_seconds: float = 2.0,
+) -> Latency:  # fmt: skip
     """Time `fn(*inputs[i])`, i going round, so that caches do not hold the inputs when these are large or many enough.
 
     A GPU is timed by two events a call on the current stream (work on other streams counts if fn makes this one wait

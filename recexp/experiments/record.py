@@ -133,13 +133,9 @@ class Run:
 
 
 def start_run(
-    experiment: str,
-    config: BaseModel | Mapping[str, Any],
-    results_dir: Path | str = "results",
-    *,
-    run_dir: Path | str | None = None,
-    quiet: bool = False,
-) -> Run:
+    experiment: str, config: BaseModel | Mapping[str, Any], results_dir: Path | str = "results", *,
+    run_dir: Path | str | None = None, quiet: bool = False,
+) -> Run:  # fmt: skip
     """Begin a run in <results_dir>/<experiment>/<UTC time>.partial and write config.yaml, defaults included. With
     run_dir (the path of a run begun elsewhere) write into that one instead, and leave finishing to its owner."""
     if not re.fullmatch(r"\w[\w-]*", experiment):
