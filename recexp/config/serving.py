@@ -1,7 +1,5 @@
 """The configuration of serving: the cache of ``ranking``, the instances, and the limits of the server."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -4,8 +4,6 @@ Every tensor has a leading dimension of 1; behind it, users lie one after the ot
 requests of any lengths can be joined by the server, which counts them by that dimension.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,16 +34,17 @@ def build(folder: Path, repository: Path, serving: ServingConfig) -> list[str]:
     tokens: Tensors = {"VALUES": (real, [-1, config.hidden_size]), "SEQ_LENGTHS": ("INT64", [-1])}
     dense: Tensors = {**tokens, "NUM_CANDIDATES": ("INT64", [-1])}
     logits: Tensors = {"LOGITS": (real, [-1, config.num_tasks])}
-    found: Tensors = {"TIER": ("STRING", [-1]), "TOKENS_REUSED": ("INT64", [-1])}
-    everywhere, count = serving.devices, serving.num_instances
+    answer: Tensors = {**logits, "TIER": ("STRING", [-1]), "TOKENS_REUSED": ("INT64", [-1])}
+    limits = _limits(serving)
+    everywhere = limits + _instances(serving.devices, serving.num_instances)
     models = {
-        "sparse": _config(ids, tokens) + _instances(serving, everywhere, count),
-        "dense": _config(dense, logits) + _instances(serving, everywhere, count),
-        "ensemble": _config(ids, logits) + _steps({"sparse": (ids, tokens), "dense": (dense, logits)}),
+        "sparse": _tensors(ids, tokens) + everywhere,
+        "dense": _tensors(dense, logits) + everywhere,
+        "ensemble": _tensors(ids, logits) + _steps({"sparse": (ids, tokens), "dense": (dense, logits)}),
     }
-    for i, device in enumerate(everywhere):
-        name = "ranking" if len(everywhere) == 1 else f"ranking_{i}"
-        models[name] = _config(ids, {**logits, **found}) + _instances(serving, [device], 1)
+    for i, device in enumerate(serving.devices):
+        name = "ranking" if len(serving.devices) == 1 else f"ranking_{i}"
+        models[name] = _tensors(ids, answer) + limits + _instances([device], 1)
     for name, text in models.items():
         (repository / name / "1").mkdir(parents=True)
         head = f'name: "{name}"\nmax_batch_size: {serving.max_batch}\n'
@@ -60,34 +59,33 @@ def build(folder: Path, repository: Path, serving: ServingConfig) -> list[str]:
     return list(models)
 
 
-def _config(inputs: Tensors, outputs: Tensors) -> str:
-    lines = []
-    for kind, tensors, more in (("input", inputs, " allow_ragged_batch: true"), ("output", outputs, "")):
-        lines += [f'{kind} {{ name: "{n}" data_type: TYPE_{t} dims: {d}{more} }}' for n, (t, d) in tensors.items()]
-    return "\n".join(lines) + "\n"
+def _tensors(inputs: Tensors, outputs: Tensors) -> str:
+    text = ""
+    for kind, tensors, more in (("input", inputs, "allow_ragged_batch: true"), ("output", outputs, "")):
+        for name, (dtype, dims) in tensors.items():
+            text += f'{kind} {{ name: "{name}" data_type: TYPE_{dtype} dims: {dims} {more} }}\n'
+    return text
 
 
-def _instances(serving: ServingConfig, devices: Sequence[str], count: int) -> str:
-    """The backend, its instances, and the limits of its queue."""
-    text = 'backend: "python"\n'
-    for device in dict.fromkeys(devices):
-        kind, _, index = device.partition(":")
+def _limits(serving: ServingConfig) -> str:
+    policy = f"max_queue_size: {serving.max_queue} default_timeout_microseconds: {1000 * serving.timeout_ms}"
+    delay = f"max_queue_delay_microseconds: {serving.queue_delay_us}"
+    policy = f"default_queue_policy {{ timeout_action: REJECT {policy} }}"
+    return f'backend: "python"\ndynamic_batching {{ {delay} {policy} }}\n'
+
+
+def _instances(devices: Sequence[str], count: int) -> str:
+    text = ""
+    for kind, _, index in (device.partition(":") for device in dict.fromkeys(devices)):
         where = "kind: KIND_CPU" if kind == "cpu" else f"kind: KIND_GPU gpus: [{index or 0}]"
         text += f"instance_group {{ count: {count} {where} }}\n"
-    policy = f"max_queue_size: {serving.max_queue} default_timeout_microseconds: {1000 * serving.timeout_ms}"
-    return text + (
-        f"dynamic_batching {{ max_queue_delay_microseconds: {serving.queue_delay_us} "
-        f"default_queue_policy {{ timeout_action: REJECT {policy} }} }}\n"
-    )
+    return text
 
 
 def _steps(steps: Mapping[str, tuple[Tensors, Tensors]]) -> str:
     text = 'platform: "ensemble"\nensemble_scheduling {\n'
-    for name, tensors in steps.items():
-        maps = [
-            f'{kind}_map {{ key: "{n}" value: "{n}" }}'
-            for kind, some in zip(("input", "output"), tensors, strict=True)
-            for n in some
-        ]
+    for name, (inputs, outputs) in steps.items():
+        maps = [f'input_map {{ key: "{n}" value: "{n}" }}' for n in inputs]
+        maps += [f'output_map {{ key: "{n}" value: "{n}" }}' for n in outputs]
         text += f'  step {{ model_name: "{name}" model_version: -1 {" ".join(maps)} }}\n'
     return text + "}\n"

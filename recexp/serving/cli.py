@@ -1,17 +1,13 @@
 """The commands ``recexp serving …``."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Serving through Triton Inference Server.")
-Overrides = Annotated[list[str], typer.Option("--set", help="Override a value: --set num_pages=4097", metavar="A=B")]
-
 DEFAULTS = Path(__file__).with_name("serving.yaml")
+app = typer.Typer(no_args_is_help=True, help="Serving through Triton Inference Server.")
 
 
 @app.command("build")
@@ -19,7 +15,7 @@ def build_command(
     model: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     repository: Annotated[Path, typer.Argument(help="Folder to be made.")],
     config: Annotated[Path, typer.Option(help="Of kind serving.")] = DEFAULTS,
-    overrides: Overrides = [],  # noqa: B006
+    overrides: Annotated[list[str], typer.Option("--set", help="A value: --set num_pages=4097", metavar="A=B")] = [],  # noqa: B006
 ) -> None:
     """Write a Triton model repository for a checkpoint."""
     from recexp.config import load_config
@@ -36,7 +32,7 @@ def start_command(repository: Path) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with serve(repository) as server:
         print(server.http, server.grpc, server.metrics, flush=True)
-        server.process.wait()
+        raise RuntimeError(f"the server ended by itself, with {server.process.wait()}:\n{server.errors()}")
 
 
 @app.command("probe")
@@ -50,7 +46,7 @@ def probe_command(
 
     with Client(url, timeout_s=30) as client:
         if problem := client.probe(model, reload):
-            raise RuntimeError(f"{model}{' is loaded anew, it' if reload else ''} did not answer: {problem}")
+            raise RuntimeError(f"{model} did not answer: {problem}")
 
 
 @app.command("load")
@@ -71,13 +67,12 @@ def load_command(
     from recexp.serving.load import load, plot_load, summarise
 
     chosen = load_config(data) if data else DataConfig()
-    log = request_log(load_interactions(chosen), chosen.max_candidates, int(rate * seconds) + 1)
+    log = request_log(load_interactions(chosen), chosen.max_candidates, None)
     frame = load(url, log, rate, models=models, cache=cache, max_seconds=seconds, allow_remote=allow_remote)
     out.mkdir(parents=True, exist_ok=True)
     frame.drop(columns="logits").to_csv(out / "requests.csv", index=False)
     plot_load(frame, f"{url}, {', '.join(models)}, {rate:g} requests a second").savefig(out / "latency.png", dpi=150)
-    for name, value in summarise(frame).items():
-        print(f"{name:15} {value:.4g}")
-    for status, count in frame.loc[frame["status"] != "ok", "status"].value_counts().items():
-        print(f"{count} requests: {status}")
-    print(f"{out}: requests.csv, latency.png")
+    print("\n".join(f"{name:15} {value:.4g}" for name, value in summarise(frame).items()))
+    print(frame["status"].value_counts().to_string(), f"{out}: requests.csv, latency.png", sep="\n")
+    if not (frame["status"] == "ok").any():
+        raise RuntimeError("no request was answered")

@@ -1,7 +1,5 @@
 """A client of a served model: requests as a SequenceBatch over HTTP or gRPC, and a health probe."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +27,7 @@ class Answer:
     tokens_reused: list[int]
 
     @classmethod
-    def of(cls, result: Any) -> Answer:
+    def of(cls, result: Any) -> "Answer":
         tiers, reused = result.as_numpy("TIER"), result.as_numpy("TOKENS_REUSED")
         found = [] if tiers is None else [tier.decode() for tier in tiers[0]]
         return cls(result.as_numpy("LOGITS")[0], found, [] if reused is None else reused[0].tolist())
@@ -48,9 +46,9 @@ class Client:
         self.module = import_module(f"tritonclient.{protocol}")
         limits = {"connection_timeout": timeout_s, "network_timeout": timeout_s} if protocol == "http" else {}
         self.triton = self.module.InferenceServerClient(address, **limits)
-        self.limits = {} if limits else {"client_timeout": timeout_s}
+        self.limits, self.as_dict = ({}, {}) if limits else ({"client_timeout": timeout_s}, {"as_json": True})
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> "Client":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -59,13 +57,12 @@ class Client:
     def drain(self, timeout_s: float = 60) -> None:
         """Unload all models, the ensemble first: what was accepted is answered, what comes now is refused. For before a
         server is told to end, because then Triton closes gRPC streams that still wait for their answers."""
-        deadline, asked, index = time.monotonic() + timeout_s, set[str](), self.triton.get_model_repository_index
+        deadline, left, asked = time.monotonic() + timeout_s, {""}, set[str]()
         with suppress(InferenceServerException, OSError):  # a server that has not begun, or ends by itself
-            while time.monotonic() < deadline:
-                models = index(as_json=True)["models"] if "client_timeout" in self.limits else index()
+            while left and time.monotonic() < deadline:
+                models = self.triton.get_model_repository_index(**self.as_dict)
+                models = models["models"] if self.as_dict else models
                 left = {m["name"] for m in models if m.get("state") in ("READY", "UNLOADING")}
-                if not left:
-                    break
                 for name in ({"ensemble"} & left or left) - asked:
                     self.triton.unload_model(name)
                     asked.add(name)
@@ -88,18 +85,22 @@ class Client:
     def probe(self, model: str = "ranking", reload: bool = False) -> str | None:
         """Ask for a real answer, since a server says READY of a model whose process is dead; None, or what is wrong.
 
-        reload: load the model anew if it does not answer (the server runs with --model-control-mode=explicit); its
-        cache begins empty. The probe itself leaves the cache as it is.
+        reload: load a model that does not answer anew, with an empty cache. The probe itself leaves the cache as it is.
         """
+        failures, problem = (InferenceServerException, OSError), None
         try:
-            as_dict = {"as_json": True} if "client_timeout" in self.limits else {}
-            inputs = [tensor["name"] for tensor in self.triton.get_model_metadata(model, **as_dict)["inputs"]]
-            context = {name.removeprefix("CONTEXT_"): [0] for name in inputs if name.startswith("CONTEXT_")}
+            names = [tensor["name"] for tensor in self.triton.get_model_metadata(model, **self.as_dict)["inputs"]]
+            context = {name.removeprefix("CONTEXT_"): [0] for name in names if name.startswith("CONTEXT_")}
             answer = self.predict(SequenceBatch.from_lists([0], [[]], [[]], [[0]], context), model, cache=False)
-            problem = None if np.isfinite(answer.logits).all() else "its logits are no numbers"
-        except (InferenceServerException, OSError) as error:
+            if not np.isfinite(answer.logits).all():
+                problem = "its logits are no numbers"
+        except failures as error:
             problem = str(error)
         if problem and reload:
-            self.triton.unload_model(model, unload_dependents=True)  # of an ensemble: its models too
-            self.triton.load_model(model)
+            try:
+                self.triton.unload_model(model, unload_dependents=True)  # of an ensemble: its models too
+                self.triton.load_model(model)
+                problem += "; it is loaded anew"
+            except failures as error:
+                problem += f"; nor can it be loaded anew: {error}"
         return problem

@@ -4,8 +4,6 @@ Latencies count from when a request was due, not from when it left, so one that 
 is not left out of the statistics, as it is where each client waits for its last answer (coordinated omission).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -39,12 +37,12 @@ def load(
     Raises ValueError: no gRPC address; another machine's, unless allow_remote; nothing to send; a rate not above 0.
     """
     address = urlsplit(url)
-    if address.scheme != "grpc" or not address.hostname:
+    if address.scheme != "grpc" or not address.hostname or not address.port:
         raise ValueError(f"{url!r} is no gRPC address; write grpc://HOST:PORT")
     if not allow_remote and address.hostname not in ("127.0.0.1", "::1", "localhost"):
         raise ValueError(f"{address.hostname} is another machine; if you may load it, say so: --allow-remote")
     if not 0 < rate < math.inf or not 0 < max_seconds < math.inf or not len(log):
-        raise ValueError(f"{len(log)} requests at {rate} a second for {max_seconds} s: all must be above 0")
+        raise ValueError(f"{len(log)} requests at {rate} a second for {max_seconds} s: all must be above 0 and finite")
     log = log[: math.ceil(rate * max_seconds)]
     rows: list[dict[str, Any]] = [{"user": int(batch.user_ids[0]), "due_s": i / rate} for i, batch in enumerate(log)]
     answered = Semaphore(0)
@@ -79,14 +77,13 @@ def summarise(frame: pd.DataFrame) -> dict[str, float]:
 
 def plot_load(frame: pd.DataFrame, title: str) -> Plot:
     """Every request of a frame of ``load``: its latency over the time it was due, a colour a tier, lost ones black."""
-    figure, found = Plot(8, 4), summarise(frame)
+    figure = Plot(8, 4)
     axes = figure.subplots()
-    for i, (tier, rows) in enumerate(frame[frame["status"] == "ok"].groupby("tier")):
-        axes.plot(rows["due_s"], rows["latency_ms"], ".", color=PALETTE[i], label=f"tier {tier}")
-    if len(lost := frame[frame["status"] != "ok"]):
-        axes.plot(lost["due_s"], lost["latency_ms"], "kx", label="lost")
+    tiers = frame["tier"].mask(frame["status"] != "ok", "lost")
+    for i, (tier, rows) in enumerate(frame.groupby(tiers)):
+        colour, marker = ("black", "x") if tier == "lost" else (PALETTE[i], ".")
+        axes.plot(rows["due_s"], rows["latency_ms"], marker, color=colour, label=str(tier))
     axes.set(xlabel="due, s", ylabel="latency, ms, from when a request was due", yscale="log")
-    percentiles = ", ".join(f"p{q} {found[f'p{q}_ms']:.3g} ms" for q in (50, 90, 99))
-    axes.set_title(f"{title}\n{percentiles}, {found['lost_share']:.1%} lost", fontsize=9)
+    axes.set_title(title, fontsize=9)
     axes.legend(fontsize=8)
     return figure

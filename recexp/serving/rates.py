@@ -1,7 +1,5 @@
 """The measurements of the experiment ``serving``: latency of a real server against the rate of requests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -49,22 +47,21 @@ def rates(
         expected = [model.predict(batch).cpu() for batch in log]
         with TemporaryDirectory() as folder:
             build(model.save(Path(folder, "checkpoint")).parent, Path(folder, "models"), experiment.serving)
-            with serve(Path(folder, "models")) as server:
-                with Client(server.grpc) as client:
-                    for batch in log[: config.num_warm]:
-                        client.predict(batch)
+            with serve(Path(folder, "models")) as server, Client(server.grpc) as client:
+                for batch in log[: config.num_warm]:
+                    client.predict(batch)
                 for tier, page_size in (("mixed", experiment.serving.page_size), ("none", None)):
                     columns = model_columns(name, model, page_size) | {"mode": "eager", "tier": tier, "batch_size": 1}
                     for rate, (start, end) in zip(config.rates, pairwise(ends), strict=True):
-                        cache = tier == "mixed"
-                        frame = load(server.grpc, log[start:end], rate, cache=cache, max_seconds=config.seconds)
+                        cache, seconds = tier == "mixed", config.seconds
+                        frame = load(server.grpc, log[start:end], rate, cache=cache, max_seconds=seconds)
                         rows.append(_row(frame, expected[start:end], columns))
-                        found = summarise(frame) | {"reused_per_request": frame["tokens_reused"].mean()}
-                        wanted = ("answered_per_s", "p99_ms", "lost_share", "reused_per_request")
-                        more.append({"rate": rate} | {key: found[key] for key in wanted})
+                        found = {"rate": rate, "reused_per_request": frame["tokens_reused"].mean(), **summarise(frame)}
+                        more.append(found)
                         bar.update()
     bar.close()
-    return to_frame(rows).join(pd.DataFrame(more))
+    extra = pd.DataFrame(more)[["rate", "answered_per_s", "p99_ms", "lost_share", "reused_per_request"]]
+    return to_frame(rows).join(extra)
 
 
 def _row(frame: pd.DataFrame, expected: Sequence[Tensor], columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,20 +78,18 @@ def _row(frame: pd.DataFrame, expected: Sequence[Tensor], columns: Mapping[str, 
 
 def plot_rates(points: pd.DataFrame, title: str) -> Plot:
     """Rows of ``rates``, a panel a backbone: median and p99 against the rate, and the share of requests lost."""
-    figure, names = Plot(9, 4.5), points["backbone"].unique()
-    ticks = sorted(points["rate"].unique())
-    for axes, name in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names, strict=True):
+    figure, groups, rates = Plot(9, 4.5), points.groupby("backbone", sort=False), sorted(points["rate"].unique())
+    for axes, (name, rows) in zip(figure.subplots(1, len(groups), sharey=True, squeeze=False)[0], groups, strict=True):
         for tier, colour, label in (("mixed", PALETTE[0], "cached"), ("none", PALETTE[1], "uncached")):
-            rows = points[(points["backbone"] == name) & (points["tier"] == tier)]
+            some = rows[rows["tier"] == tier]
             for column, line, what in (("p50_ms", "o-", "median"), ("p99_ms", "^:", "p99")):
-                values = rows[column].to_numpy(float, na_value=np.nan)
-                axes.plot(rows["rate"], values, line, color=colour, label=f"{label}, {what}")
-            for lost in rows[(rows["lost_share"] > 0) & rows["p50_ms"].notna()].to_dict("records"):
-                text = f"{lost['lost_share']:.0%} lost"
-                at = (lost["rate"], lost["p50_ms"])
-                axes.annotate(text, at, (0, 6), textcoords="offset points", ha="center", fontsize=8, color=colour)
+                values = some[column].to_numpy(float, na_value=np.nan)
+                axes.plot(some["rate"], values, line, color=colour, label=f"{label}, {what}")
+            for at in some[(some["lost_share"] > 0) & some["p50_ms"].notna()].itertuples():
+                text, options = f"{at.lost_share:.0%} lost", {"textcoords": "offset points", "ha": "center"}
+                axes.annotate(text, (at.rate, at.p50_ms), (0, 6), fontsize=8, color=colour, **options)
         axes.set(xscale="log", yscale="log", xlabel="requests a second", title=name)
-        axes.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.set_xticks([], minor=True)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -107,10 +102,10 @@ def plot_rates(points: pd.DataFrame, title: str) -> Plot:
 
 def sentences(points: pd.DataFrame) -> list[str]:
     """What the run showed, in words."""
-    table = points.pivot(index=["backbone", "rate"], columns="tier", values="p50_ms").reset_index()
+    ends = points[points["rate"].isin([points["rate"].min(), points["rate"].max()])]
+    table = ends.pivot(index=["backbone", "rate"], columns="tier", values="p50_ms").reset_index()
     said = [
-        f"{row['backbone']}, {row['rate']:g} requests a second: median {row['mixed']:.2f} ms cached, "
-        f"{row['none']:.2f} ms uncached."
-        for row in table[table["rate"].isin([table["rate"].min(), table["rate"].max()])].to_dict("records")
+        f"{at.backbone}, {at.rate:g} requests a second: median {at.mixed:.2f} ms cached, {at.none:.2f} ms uncached."
+        for at in table.itertuples()
     ]
     return [*said, f"At most {points['lost_share'].max():.1%} of a point's requests were lost."]

@@ -1,13 +1,12 @@
 """A Triton server on this machine, on the loopback address, without a container: for tests, notebooks and first steps.
 
-The server comes from the environment that `make serving-env` sets up: the wheel of nvidia-pytriton carries it for
-Linux on x86_64. It ends with the process that started it, whatever ends that one.
+It comes from the environment that `make serving-env` sets up, and ends with the process that started it, whatever ends
+that one.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from recexp.serving.builder import CHECKPOINT
 from recexp.serving.client import Client
 
 LOOPBACK = "127.0.0.1"
@@ -40,28 +40,25 @@ def environment() -> Path:
 
 @dataclass
 class Server:
-    """A running server: its process, addresses and log."""
+    """A running server; http, grpc, metrics: its addresses."""
 
     process: subprocess.Popen[bytes]
-    ports: Sequence[int]  # HTTP, gRPC, metrics
+    ports: Sequence[int]
     log: Path
 
-    @property
-    def http(self) -> str:
-        return f"http://{LOOPBACK}:{self.ports[0]}"
-
-    @property
-    def grpc(self) -> str:
-        return f"grpc://{LOOPBACK}:{self.ports[1]}"
-
-    @property
-    def metrics(self) -> str:
-        return f"http://{LOOPBACK}:{self.ports[2]}/metrics"
+    def __post_init__(self) -> None:
+        http, grpc, metrics = (f"{LOOPBACK}:{port}" for port in self.ports)
+        self.http, self.grpc, self.metrics = f"http://{http}", f"grpc://{grpc}", f"http://{metrics}/metrics"
 
     def ready(self) -> bool:
         with suppress(OSError), urllib.request.urlopen(f"{self.http}/v2/health/ready", timeout=5):
             return True
         return False
+
+    def errors(self) -> str:
+        """What the log has of them."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([line for line in lines if line[:1] in ("E", "e")][:20])
 
     def stop(self) -> int:
         """Take no more requests, answer those under way, end; returns the exit code."""
@@ -71,8 +68,9 @@ class Server:
             self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        self.process.kill()
-        for path in Path("/dev/shm").glob(f"{self.log.parent.name}-*"):  # left by models' processes that were killed
+        with suppress(ProcessLookupError):  # what a server that ends while it loads models leaves behind
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for path in Path("/dev/shm").glob(f"{self.log.parent.name}-*"):  # theirs, if they were killed
             path.unlink()
         return self.process.wait()
 
@@ -81,15 +79,17 @@ class Server:
 def serve(repository: Path, models: Sequence[str] = ("*",), timeout_s: float = 120) -> Iterator[Server]:
     """A server of ``repository``, its models loaded; stopped at the end.
 
-    Raises ValueError without a serving environment, and RuntimeError with the end of the log if it does not get ready.
+    Raises ValueError without a repository or a serving environment, RuntimeError if the server does not get ready.
     """
+    if not (repository / CHECKPOINT).is_dir():
+        raise ValueError(f"{repository} is no model repository: `recexp serving build` makes one")
     home = environment()
     (site,) = home.glob("lib/python3.*/site-packages")
-    version = site.parent.name.removeprefix("python")
     triton = site / "pytriton" / "tritonserver"
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recexp-serving-")))
-        backends = shutil.copytree(triton / "backends", work / "backends")
+        backends, log = shutil.copytree(triton / "backends", work / "backends"), work / "server.log"
+        version = site.parent.name.removeprefix("python")
         shutil.copy(triton / "python_backend_stubs" / version / "triton_python_backend_stub", backends / "python")
         with ExitStack() as sockets:  # all open at once, so that the ports differ
             ports = [sockets.enter_context(socket.create_server((LOOPBACK, 0))).getsockname()[1] for _ in range(3)]
@@ -102,7 +102,6 @@ def serve(repository: Path, models: Sequence[str] = ("*",), timeout_s: float = 1
         variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         variables["PATH"] = f"{home / 'bin'}:{variables.get('PATH', '')}"
         variables["LD_LIBRARY_PATH"] = f"{sysconfig.get_config_var('LIBDIR')}:{site / 'nvidia_pytriton.libs'}"
-        log = work / "server.log"
         command = [sys.executable, "-c", LAUNCH, str(triton / "bin" / "tritonserver"), *flags]
         with log.open("wb") as out:  # in a session of its own: Ctrl-C is for this process, which then drains it
             process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
@@ -111,7 +110,6 @@ def serve(repository: Path, models: Sequence[str] = ("*",), timeout_s: float = 1
         deadline = time.monotonic() + timeout_s
         while not server.ready():
             if process.poll() is not None or time.monotonic() > deadline:
-                errors = [line for line in log.read_text(errors="replace").splitlines() if line[:1] in "Ee"]
-                raise RuntimeError("the server did not get ready:\n" + "\n".join(errors[:20]))
+                raise RuntimeError(f"the server did not get ready:\n{server.errors()}")
             time.sleep(0.1)
         yield server

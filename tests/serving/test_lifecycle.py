@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from recexp import SequenceBatch
 from recexp.serving.client import Answer, Client
-from recexp.serving.server import environment, serve
+from recexp.serving.server import Server, environment, serve
 
 from .conftest import MAX_CANDIDATES, MAX_PAIRS, make_model, relative, request_of, served
 
@@ -155,6 +155,28 @@ with served(make_model("hstu"), Path({str(tmp_path)!r}), "sparse") as server:
 def test_a_model_that_cannot_be_loaded_says_why(triton, tmp_path: Path) -> None:
     unknown = served(make_model("hstu"), tmp_path, "no_such_model")
     with pytest.raises(RuntimeError, match=r"did not get ready:[\s\S]*no_such_model"), unknown:
+        pass
+
+
+def test_a_server_stopped_while_it_loads_leaves_no_process(triton, tmp_path: Path, monkeypatch) -> None:
+    """Its models' processes, which load PyTorch before the server minds a signal."""
+    stubs: dict[int, str] = {}
+
+    def interrupted(server: Server) -> bool:
+        stubs.update(children(server.process.pid))
+        if any("torch" in Path(f"/proc/{pid}/maps").read_text() for pid in stubs if alive(pid)):
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(Server, "ready", interrupted)
+    with pytest.raises(KeyboardInterrupt), served(make_model("hstu"), tmp_path, "ranking", "sparse"):
+        pass
+    assert stubs
+    wait_until(lambda: not any(map(alive, stubs)), 2)
+
+
+def test_what_is_no_repository(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no model repository: `recexp serving build` makes one"), serve(tmp_path):
         pass
 
 

@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed: pip install 'recexp[serving]'")
 
 from recexp import cli
+from recexp.config import ServingConfig
+from recexp.serving.builder import build
 from recexp.serving.client import Client
 from recexp.serving.load import load, summarise
-from recexp.serving.server import serve
+from recexp.serving.server import Server, serve
 
 from .conftest import make_model, relative, request_of, served
 from .test_lifecycle import send, slow_request, wait_until
@@ -89,7 +91,10 @@ def test_users_are_routed_by_their_id(triton, tmp_path: Path, log) -> None:
         ("http://127.0.0.1:8000", 1, "write grpc://HOST:PORT"),
         ("grpc://192.0.2.1:8001", 1, "192.0.2.1 is another machine; if you may load it, say so: --allow-remote"),
         ("grpc://example.invalid:8001", 1, "example.invalid is another machine"),
+        ("grpc://127.0.0.1", 1, "write grpc://HOST:PORT"),
+        ("grpc://127.0.0.1:99999", 1, "Port out of range"),
         ("grpc://127.0.0.1:8001", 0, "at 0 a second"),
+        ("grpc://127.0.0.1:8001", float("nan"), "at nan a second"),
         ("grpc://127.0.0.1:8001", float("inf"), "at inf a second"),
     ],
 )
@@ -124,3 +129,23 @@ def test_the_commands(
     assert "p99_ms" in printed and "count           60" in printed
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"requests.csv", "latency.png"}
     assert call(monkeypatch, "load", "grpc://192.0.2.1:1", *options) == 2
+    assert call(monkeypatch, "load", "grpc://127.0.0.1:1", *options, "--rate", "inf") == 2
+    assert call(monkeypatch, "load", "grpc://127.0.0.1:1", *options) == 1
+    assert "no request was answered" in capsys.readouterr().err
+    for protocol in ("http", "grpc"):
+        assert call(monkeypatch, "probe", f"{protocol}://127.0.0.1:1", "--reload") == 1
+        assert "nor can it be loaded anew" in capsys.readouterr().err
+
+
+def test_a_server_that_ends_by_itself_is_a_failure(
+    triton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(make_model("hstu").save(tmp_path / "checkpoint").parent, tmp_path / "models", ServingConfig())
+
+    def dies(server: Server) -> bool:
+        server.process.kill()
+        return True
+
+    monkeypatch.setattr(Server, "ready", dies)
+    assert call(monkeypatch, "start", tmp_path / "models") == 1
+    assert "the server ended by itself, with -9" in capsys.readouterr().err

@@ -131,7 +131,7 @@ REFUSED = {
             given("CANDIDATE_IDS", [0] * 6),
             given("CONTEXT_age", [0] * 4),
         ),
-        r"Error; the server's log has the details",
+        r"NUM_PAIRS holds 4611686018427387904; no length is above 2147483647",
     ),
 }
 
@@ -162,6 +162,43 @@ def test_a_malformed_request_gets_a_sentence_and_changes_nothing(
     assert re.search(sentence, text), text
     assert not re.search(r"Traceback|\.py|/\w+/", text), text
     assert_as_before(client, model, server, pages)
+
+
+@pytest.mark.parametrize("value", ["false", 0, 5])
+def test_cache_is_true_or_false(hstu, client: Client, value: object) -> None:
+    request = client.request(request_of(7, 2)) | {"parameters": {"cache": value}}
+    with pytest.raises(InferenceServerException, match=f"the parameter cache is {value!r}; it is true or false"):
+        client.triton.infer("ranking", **request)
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths", "candidates", "sentence"),
+    [
+        (np.nan, [6], [2], "VALUES holds NaN or infinity"),
+        (np.inf, [6], [2], "VALUES holds NaN or infinity"),
+        (1, [5], [2], "seq_offsets run from 0 to 5; 6 tokens need 0 to 6"),
+        (1, [7, -1], [2, 0], "seq_offsets fall from 7 to 6 at row 1"),
+        (1, [HUGE] * 4 + [6], [2] * 5, "SEQ_LENGTHS holds 4611686018427387904"),
+        (1, [6], [7], "row 0 has 7 candidates and 6 tokens"),
+        (1, [6], [-1], "row 0 has -1 candidates"),
+        (1, [6], [2, 0], "B users need B . 1 and B"),
+    ],
+)
+def test_tokens_that_are_no_batch(
+    hstu, client: Client, values: float, lengths: list[int], candidates: list[int], sentence: str
+) -> None:
+    arrays = {
+        "VALUES": np.full((1, 6, 16), values, np.float64),
+        "SEQ_LENGTHS": np.array([lengths]),
+        "NUM_CANDIDATES": np.array([candidates]),
+    }
+    types = ("FP64", "INT64", "INT64")
+    inputs = [
+        client.module.InferInput(name, array.shape, dtype).set_data_from_numpy(array)
+        for (name, array), dtype in zip(arrays.items(), types, strict=True)
+    ]
+    with pytest.raises(InferenceServerException, match=sentence):
+        client.triton.infer("dense", inputs)
 
 
 def test_what_the_cache_refuses(hstu, client: Client) -> None:

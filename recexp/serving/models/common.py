@@ -1,10 +1,8 @@
 """What the models share: the checkpoint, tensors by DLPack, requests joined, and errors that reach the client."""
 
-from __future__ import annotations
-
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,12 @@ from recexp.config import ServingConfig, load_config
 from recexp.model import RankingModel
 from recexp.serving.builder import CHECKPOINT, IDS, SERVING, context_inputs
 
+LENGTHS, LONGEST = ("NUM_PAIRS", "NUM_CANDIDATES", "SEQ_LENGTHS"), 2**31 - 1  # so that their sums fit in 64 bits
+
 
 class Model:
-    """A stub process serves one instance. A subclass reads a request, raising for a bad one, and answers several at
-    once with the outputs of each; an answer that raises leaves no trace."""
+    """An instance. A subclass reads a request, raising for a bad one, and answers several at once with the outputs of
+    each; an answer that raises leaves no trace."""
 
     read: Callable[[Any], Any]
     answer: Callable[[Sequence[Any]], list[dict[str, Any]]]
@@ -41,44 +41,38 @@ class Model:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Responses in the order of the requests. What a request does wrong is its own error and nobody else's."""
-        start, done, given = time.perf_counter(), {}, {}
+        start, given, done = time.perf_counter(), {}, {}
         for row, request in enumerate(requests):
             try:
                 given[row] = self.read(request)
             except Exception as error:
-                done[row] = self.refuse(error)
-        self.observe(start, done.values())
-        for rows in self.groups(given):
-            answers = self._run(rows, given)
-            self.observe(start, answers.values())
-            done |= answers
+                done[row] = self.respond(start, error)
+        groups = self.groups(given)
+        while groups:
+            rows = groups.pop(0)
+            try:
+                outcomes: list[Any] = self.answer([given[row] for row in rows])
+            except Exception as error:
+                if len(rows) > 1:  # one of them is at fault
+                    groups = [[row] for row in rows] + groups
+                    continue
+                outcomes = [error]
+            done |= {row: self.respond(start, one) for row, one in zip(rows, outcomes, strict=True)}
         return [done[row] for row in range(len(requests))]
 
     def groups(self, given: Mapping[int, Any]) -> list[list[int]]:
         """Which requests are answered together, in order."""
         return [list(given)] if given else []
 
-    def observe(self, start: float, responses: Iterable[Any]) -> None:
-        """Responses that are ready, to requests that the server handed over at ``start``."""
-
-    def refuse(self, error: Exception) -> Any:
-        """The error response: a ValueError's own sentence, and of anything else no more than its name."""
-        code, text = pb_utils.TritonError.INVALID_ARG, str(error)
-        if not isinstance(error, ValueError):
-            pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
-            code, text = pb_utils.TritonError.INTERNAL, f"{type(error).__name__}; the server's log has the details"
+    def respond(self, start: float, outcome: Mapping[str, Any] | Exception) -> Any:
+        """Outputs, or an error: a ValueError's own sentence, and of anything else no more than its name."""
+        if not isinstance(outcome, Exception):
+            return pb_utils.InferenceResponse([as_output(*pair) for pair in outcome.items()])
+        code, text = pb_utils.TritonError.INVALID_ARG, str(outcome)
+        if not isinstance(outcome, ValueError):
+            pb_utils.Logger.log_error("".join(traceback.format_exception(outcome)))
+            code, text = pb_utils.TritonError.INTERNAL, f"{type(outcome).__name__}; the server's log has the details"
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))
-
-    def _run(self, rows: Sequence[int], given: Mapping[int, Any]) -> dict[int, Any]:
-        try:
-            outputs = self.answer([given[row] for row in rows])
-        except Exception as error:
-            if len(rows) == 1:
-                return {rows[0]: self.refuse(error)}
-            alone = [self._run([row], given) for row in rows]  # one of them is at fault
-            return {row: response for one in alone for row, response in one.items()}
-        made = [pb_utils.InferenceResponse([as_output(*pair) for pair in one.items()]) for one in outputs]
-        return dict(zip(rows, made, strict=True))
 
 
 def load_shared(folder: Path, device: str, serving: ServingConfig) -> RankingModel:
@@ -100,6 +94,8 @@ def as_input(request: Any, name: str) -> Tensor:
     if tensor.shape[0] != 1:
         shape = list(tensor.shape)
         raise ValueError(f"{name} has shape {shape}: write [1, …], users one behind the other, as NUM_PAIRS tells them")
+    if name in LENGTHS and tensor.numel() and int(tensor.max()) > LONGEST:
+        raise ValueError(f"{name} holds {int(tensor.max())}; no length is above {LONGEST}")
     return tensor[0]
 
 

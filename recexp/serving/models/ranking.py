@@ -1,11 +1,9 @@
 """``ranking``: ids → logits through the paged KV cache of this instance; users are known by their ids."""
 
-from __future__ import annotations
-
 import functools
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -40,7 +38,10 @@ class TritonPythonModel(Model):
 
     def read(self, request: Any) -> tuple[SequenceBatch, bool]:
         """The batch, and whether to use the cache: the request's parameter ``cache``, true unless given."""
-        return read_batch(request, self.model), bool(json.loads(request.parameters() or "{}").get("cache", True))
+        cached = json.loads(request.parameters() or "{}").get("cache", True)
+        if not isinstance(cached, bool):
+            raise ValueError(f"the parameter cache is {cached!r}; it is true or false")
+        return read_batch(request, self.model), cached
 
     def groups(self, given: Mapping[int, tuple[SequenceBatch, bool]]) -> list[list[int]]:
         """A request goes behind all before it that share a user with it; others are answered together."""
@@ -54,11 +55,11 @@ class TritonPythonModel(Model):
         return [found[key] for key in sorted(found)]
 
     def answer(self, given: Sequence[tuple[SequenceBatch, bool]]) -> list[dict[str, Any]]:
-        cached, batches = given[0][1], [batch for batch, _ in given]
-        batch, pages = join(batches), self.cache.pages
+        batches, pages = [batch for batch, _ in given], self.cache.pages
+        batch = join(batches)
         users = batch.user_ids.tolist()
         found: list[dict[str, Any]] = [{"tier": "none", "tokens_reused": 0, "tokens_computed": 0} for _ in users]
-        if cached:
+        if given[0][1]:
             others = set(pages.users) - set(users)
             logits = self.model.predict_cached(batch)
             found = [self.cache.records[row - len(users)] for row in range(len(users))]
@@ -77,12 +78,11 @@ class TritonPythonModel(Model):
             outputs.append({"LOGITS": part, "TIER": [row["tier"] for row in mine], "TOKENS_REUSED": reused})
         return outputs
 
-    def observe(self, start: float, responses: Iterable[Any]) -> None:
-        for response in responses:
-            refused = response.has_error() and response.error().code() == pb_utils.TritonError.INVALID_ARG
-            status = "refused" if refused else "failed" if response.has_error() else "ok"
-            self.metric("requests_total", status=status).increment(1)
-            self.metric("latency_seconds").observe(time.perf_counter() - start)
+    def respond(self, start: float, outcome: Mapping[str, Any] | Exception) -> Any:
+        bad = "refused" if isinstance(outcome, ValueError) else "failed"
+        self.metric("requests_total", status=bad if isinstance(outcome, Exception) else "ok").increment(1)
+        self.metric("latency_seconds").observe(time.perf_counter() - start)
+        return super().respond(start, outcome)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,6 @@ from recexp.serving.models.common import Model, join, read_batch
 
 
 class TritonPythonModel(Model):
-    def initialize(self, args: Mapping[str, str]) -> None:
-        super().initialize(args)
-        del self.model.backbone, self.model.head
-
     def read(self, request: Any) -> SequenceBatch:
         return read_batch(request, self.model)
 
@@ -28,7 +24,6 @@ class TritonPythonModel(Model):
         layout = token_layout(batch, len(config.context))
         with torch.inference_mode():
             values = self.model.sequence(batch.to(self.model.device), layout).values
-        users = [one.batch_size for one in given]
-        lengths = torch.from_numpy(layout.seq_offsets).diff().split(users)
+        lengths = torch.from_numpy(layout.seq_offsets).diff().split([one.batch_size for one in given])
         parts = values.split([int(part.sum()) for part in lengths])
         return [{"VALUES": part, "SEQ_LENGTHS": one} for part, one in zip(parts, lengths, strict=True)]
