@@ -79,8 +79,7 @@ points.pivot_table(index=["backbone", "batch_size"], columns=["mode", "tier"], v
 # ## What an answer costs
 #
 # From ids on the host to logits on the device, planning, checks and cache included. On a CPU a package attends by
-# `paged`, one mask over the keys of all users together: for one user it is as good as any, but its work grows with the
-# square of the batch. On CUDA it calls the Triton kernel.
+# `gather`, which pads users to the longest one, a length read anew at every call; on CUDA it calls the Triton kernel.
 
 # %%
 for pairs, rows in points.groupby("history_pairs"):

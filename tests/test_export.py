@@ -169,7 +169,7 @@ def test_the_manifest_says_what_is_inside(exported: Exported) -> None:
     )
     assert manifest.model == model.config and manifest.page_size == 4 and manifest.max_users == 32
     assert (manifest.torch, manifest.device, manifest.dtype) == (torch.__version__, "cpu", "float32")
-    assert manifest.attention_backend == "paged" and torch.backends.cpu.get_cpu_capability() in manifest.capability
+    assert manifest.attention_backend == "gather" and torch.backends.cpu.get_cpu_capability() in manifest.capability
     assert (
         manifest.weights_sha256 == weights_hash(model) != weights_hash(RankingModel(model.config, dtype=torch.bfloat16))
     )
@@ -209,10 +209,48 @@ def test_files_that_are_no_package(tmp_path: Path) -> None:
     (tmp_path / "text.pt2").write_text("no archive")
     with pytest.raises(ValueError, match="cannot be read as a package"):
         Package.load(tmp_path / "text.pt2")
+    for text in ("{}", "5", '["recexp"]', '"recexp"'):
+        with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+            archive.writestr("other/data/x.wrapper_metadata.json", text)
+        with pytest.raises(ValueError, match="has no manifest"):
+            Package.load(tmp_path / "other.pt2")
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"capability": ""}, {"page_size": "many"}])
+def test_a_manifest_that_lies(changes: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.export.export", lambda *_, **__: None)
+    text = json.dumps(json.loads(trace(small())[1].model_dump_json()) | changes)
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
-        archive.writestr("other/data/x.wrapper_metadata.json", "{}")
-    with pytest.raises(ValueError, match="has no manifest"):
+        archive.writestr("other/data/x.wrapper_metadata.json", json.dumps({KEY: text}))
+    with pytest.raises(ValueError, match=f"cannot be read as a package of recexp .*\n{next(iter(changes))}"):
         Package.load(tmp_path / "other.pt2")
+
+
+def test_a_damaged_package_is_not_run(exported: Exported, tmp_path: Path) -> None:
+    content = bytearray((exported("hstu", 0) / "model.pt2").read_bytes())
+    with zipfile.ZipFile(exported("hstu", 0) / "model.pt2") as archive:
+        code = next(part for part in archive.infolist() if part.filename.endswith(".so"))
+    content[code.header_offset + code.file_size // 2] ^= 1
+    (tmp_path / "damaged.pt2").write_bytes(content)
+    with pytest.raises(ValueError, match=r"cannot be read as a package .*\.so is damaged"):
+        Package.load(tmp_path / "damaged.pt2")
+    (tmp_path / "another name.pt2").write_bytes((exported("hstu", 0) / "model.pt2").read_bytes())
+    batch = batch_of([3], [2])
+    expected = RankingModel.load(exported("hstu", 0) / "model").predict(batch)
+    assert relative(Package.load(tmp_path / "another name.pt2").predict(batch), expected) <= LIMIT
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+@pytest.mark.parametrize("max_users", [1, 2])
+def test_a_package_may_be_for_one_user(max_users: int, page_size: int | None) -> None:
+    """Fewer than are traced; the smallest model too."""
+    program, manifest = trace(small(max_history_pairs=1, max_candidates=1, context={}), page_size, max_users)
+    assert manifest.max_users == max_users
+    if page_size is None:
+        package = Package(manifest, program.module(check_guards=False))
+        batch = replace(batch_of([1] * max_users, [1] * max_users), context_ids={})
+        model = small(max_history_pairs=1, max_candidates=1, context={})
+        assert relative(package.predict(batch), model.predict(batch)) <= LIMIT
 
 
 def int32(*values: int) -> Tensor:
@@ -234,11 +272,13 @@ def inputs_of(**changes: object) -> dict:
 
 TABLE = torch.zeros(9, 2, 4, 2, 16)
 GOOD = inputs_of()["metadata"]
+THREE = KVMetadata.build(list(np.arange(1, 4)[:, None]), *map(np.array, ([2] * 3, [2] * 3, [0] * 3)), 4)
 BAD = {
     "dtype": (dict(token_ids=torch.ones(7)), "token_ids is torch.float32"),
+    "list": (dict(num_candidates=[1, 2]), r"num_candidates is list \[1, 2\]: needed is torch.int32"),
     "strided": (dict(token_ids=torch.zeros(14, dtype=torch.int64)[::2]), "needed is torch.int64, 1-D, contiguous"),
     "shape": (dict(seq_offsets=int32(0, 3)), "seq_offsets has 2 entries and num_candidates 2"),
-    "falling": (dict(seq_offsets=int32(0, 8, 7)), "offsets never fall"),
+    "falling": (dict(seq_offsets=int32(0, 8, 7)), "never fall"),
     "too short": (dict(seq_offsets=int32(0, 3, 6)), "7 tokens need 0 to 7"),
     "item": (dict(token_ids=torch.tensor([50, 2, 3, 0, 0, 4, 5])), r"row 0, position 4\) is 50: ids there are 0 to 49"),
     "action": (dict(token_ids=torch.tensor([1, 6, 3, 0, 0, 4, 5])), r"position 5\) is 6: ids there are 0 to 5"),
@@ -251,6 +291,7 @@ BAD = {
     "page size": (dict(tables=[torch.zeros(9, 2, 8, 2, 16)]), r"of layer 0 is .* 8, 2, 16\]"),
     "table dtype": (dict(tables=[TABLE.double()]), "of layer 0 is torch.float64"),
     "table strides": (dict(tables=[TABLE.transpose(0, 2).contiguous().transpose(0, 2)]), "strides"),
+    "more users": (dict(metadata=THREE), "metadata of 3 users, num_candidates of 2"),
     "few pages": (dict(tables=[torch.zeros(3, 2, 4, 2, 16)]), r"kv_indices\[2\] is 3"),
     "page twice": (dict(metadata=replace(GOOD, kv_indices=int32(1, 2, 1))), "was given before"),
     "page -1": (dict(metadata=replace(GOOD, kv_indices=int32(1, -1, 3))), r"kv_indices\[1\] is -1"),
@@ -263,7 +304,7 @@ def test_what_does_not_fit_is_refused_before_the_package_runs(case: str, monkeyp
     changes, message = BAD[case]
     model = small()
     monkeypatch.setattr("torch.export.export", lambda *_, **__: None)
-    package = Package(trace(model, 4, max_users=2)[1], ExportedRanker(model, "paged"))
+    package = Package(trace(model, 4, max_users=2)[1], ExportedRanker(model, "gather"))
     assert package.run(**inputs_of()).shape == (3, 2)
     package.call = lambda *_: pytest.fail("it ran")
     given = inputs_of(**changes)
@@ -272,10 +313,21 @@ def test_what_does_not_fit_is_refused_before_the_package_runs(case: str, monkeyp
     assert not any(table.any() for table in given["tables"])
 
 
+def test_tables_may_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pool = small(num_layers=2), torch.zeros(3 * TABLE.numel())
+    monkeypatch.setattr("torch.export.export", lambda *_, **__: None)
+    package = Package(trace(model, 4, max_users=2)[1], ExportedRanker(model, "gather"))
+    first, size = pool[: TABLE.numel()].view_as(TABLE), TABLE.numel()
+    assert package.run(**inputs_of(tables=[first, pool[size : 2 * size].view_as(TABLE)])).shape == (3, 2)
+    for start in (0, 4, size - 4):
+        with pytest.raises(ValueError, match="2 tables, or two in the same memory"):
+            package.run(**inputs_of(tables=[pool[start : start + size].view_as(TABLE), first]))
+
+
 def test_limits_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small(max_candidates=2, context={})
     monkeypatch.setattr("torch.export.export", lambda *_, **__: None)
-    package = Package(trace(model, max_users=2)[1], ExportedRanker(model, "paged"))
+    package = Package(trace(model, max_users=2)[1], ExportedRanker(model, "gather"))
     with pytest.raises(ValueError, match="3 users; the package takes 1 to 2"):
         package.predict(batch_of([1, 1, 1], [1, 1, 1]))
     with pytest.raises(ValueError, match="row 1 has 3 candidates; the package takes 2"):
@@ -293,7 +345,7 @@ def test_export_says_beforehand_what_it_replaces(
         raise RuntimeError(capsys.readouterr().out)
 
     monkeypatch.setattr("torch._inductor.aoti_compile_and_package", stop)
-    with pytest.raises(RuntimeError, match=r"by backend 'paged': 'reference' reads lengths on the host"):
+    with pytest.raises(RuntimeError, match=r"by backend 'gather': 'reference' reads lengths on the host"):
         export(small(attention_backend="reference"), tmp_path / "a.pt2")
     with pytest.raises(RuntimeError, match=r"^The package's HSTU layers are not fused"):
         export(small(attention_backend="triton", fused_layers=True), tmp_path / "a.pt2")
@@ -302,14 +354,16 @@ def test_export_says_beforehand_what_it_replaces(
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"not torch.float64: convert the model"):
         export(small().double(), tmp_path / "a.pt2")
-    with pytest.raises(ValueError, match=r"ends in \.pt2"):
-        export(small(), tmp_path / "a.so")
+    (tmp_path / "folder.pt2").mkdir()
+    for name in ("a.so", "folder.pt2"):
+        with pytest.raises(ValueError, match=r"ends in \.pt2"):
+            export(small(), tmp_path / name)
     model = small()
     model.stores = {"item": object()}  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="tables item are in stores"):
         export(model, tmp_path / "a.pt2")
     done = CliRunner().invoke(app, ["export", str(tmp_path), "--out", "a.pt2", "--dtype", "float64"])
-    assert "a package computes in float32, bfloat16 or float16" in str(done.exception)
+    assert "dtype 'float64'; known: float32, bfloat16, float16" in str(done.exception)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

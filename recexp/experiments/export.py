@@ -31,10 +31,7 @@ NUM_BATCHES = 4  # that take turns
 def make_batch(config: ModelConfig, batch_size: int, num_pairs: int, num_candidates: int, seed: int) -> SequenceBatch:
     """Users of random ids, all with the same lengths."""
     draw = np.random.default_rng(seed)
-
-    def ids(most: int, *shape: int) -> Any:
-        return draw.integers(0, most, shape).tolist()
-
+    ids: Callable[..., Any] = lambda most, *shape: draw.integers(0, most, shape).tolist()  # noqa: E731
     items, actions = (ids(most, batch_size, num_pairs) for most in (config.num_items, config.num_actions))
     context = {name: ids(most, batch_size) for name, most in config.context.items()}
     users, candidates = list(range(batch_size)), ids(config.num_items, batch_size, num_candidates)
@@ -42,8 +39,7 @@ def make_batch(config: ModelConfig, batch_size: int, num_pairs: int, num_candida
 
 
 def measure_model(name: str, experiment: ExperimentConfig, device: torch.device) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Rows of results, every way at every batch size; and a row a way that is compiled: what it takes and where it
-    attends. A point whose logits differ from float64 by more than the plain path's has no time."""
+    """Rows of results, every way at every batch size; and what each way that is compiled costs."""
     config, size = experiment.models[name], experiment.replay.page_size
     model = RankingModel(config, device, getattr(torch, experiment.replay.dtype)).eval()
     most, artefacts, packages = max(experiment.measure.batch_sizes), [], dict[int | None, Package]()
@@ -60,14 +56,15 @@ def measure_model(name: str, experiment: ExperimentConfig, device: torch.device)
     start = time.perf_counter()
     compiled.predict(make_batch(config, 2, experiment.measure.history_pairs[0], experiment.measure.num_candidates, 9))
     artefacts.append(_artefact(name, manifest, "compiled", compile_s=time.perf_counter() - start))
-    calls: dict[tuple[str, str], tuple[str, Callable[..., Tensor]]] = {
+    inside, cached = manifest.attention_backend, packages[size]
+    calls: dict[tuple[str, str], tuple[str, Callable[..., Tensor]]] = {  # (mode, tier) -> backend, call
         ("eager", "none"): ("", lambda batch, users: model.predict(batch)),
-        ("compiled", "none"): (manifest.attention_backend, lambda batch, users: compiled.predict(batch)),
-        ("package", "none"): (manifest.attention_backend, lambda batch, users: packages[None].predict(batch)),
+        ("compiled", "none"): (inside, lambda batch, users: compiled.predict(batch)),
+        ("package", "none"): (inside, lambda batch, users: packages[None].predict(batch)),
         ("eager", "device"): ("", model.predict_cached),
         ("package", "device"): (
-            packages[size].manifest.attention_backend,
-            lambda batch, users: packages[size].predict_cached(batch, model.cache, users),  # type: ignore[arg-type]
+            cached.manifest.attention_backend,
+            lambda batch, users: cached.predict_cached(batch, model.cache, users),  # type: ignore[arg-type]
         ),
     }
     rows = [
@@ -88,7 +85,7 @@ def _point(
     name: str, model: RankingModel, experiment: ExperimentConfig, batch_size: int, pairs: int, mode: str, tier: str,
     backend: str, call: Callable[[SequenceBatch, Tensor], Tensor],
 ) -> dict[str, Any]:  # fmt: skip
-    """One row: ids in, logits out. On tier "device" all but the newest pairs is found in the cache."""
+    """One row: ids in, logits out; on tier "device" all but the newest pairs is cached. Wrong logits have no time."""
     config, setting, size = model.config, experiment.measure, experiment.replay.page_size
     batches = [make_batch(config, batch_size, pairs, setting.num_candidates, seed) for seed in range(NUM_BATCHES)]
     users = torch.arange(NUM_BATCHES * batch_size).split(batch_size)
@@ -137,13 +134,12 @@ def plot_ways(frame: pd.DataFrame, title: str) -> Plot:
 
 def sentences(frame: pd.DataFrame, artefacts: pd.DataFrame) -> list[str]:
     """What the run showed, in words."""
-    right = (frame["status"] == "ok").sum()
-    said = [f"{right} of {len(frame)} points have the float64 reference's logits within their dtype's rounding."]
-    cost = artefacts[artefacts["mode"] == "package"].median(numeric_only=True)
-    said.append(
+    right, cost = (frame["status"] == "ok").sum(), artefacts[artefacts["mode"] == "package"].median(numeric_only=True)
+    said = [
+        f"{right} of {len(frame)} points have the float64 reference's logits within their dtype's rounding.",
         f"A package took {cost['compile_s']:.0f} s to compile and {cost['load_ms']:.0f} ms to load, and is "
-        f"{cost['megabytes']:.1f} MB (medians)."
-    )
+        f"{cost['megabytes']:.1f} MB (medians).",
+    ]
     for (name, users), rows in frame[frame["p50_ms"].notna()].groupby(["backbone", "batch_size"], sort=False):
         times = zip(rows["mode"], rows["p50_ms"], rows["tier"], strict=True)
         words = ", ".join(f"{mode} {ms:.3g} ms (tier {tier})" for mode, ms, tier in times)

@@ -6,11 +6,11 @@ import hashlib
 import platform
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
@@ -21,7 +21,7 @@ from recexp.metadata import KVMetadata
 from recexp.model import RankingModel
 
 KEY = "recexp"  # of the manifest in the package's metadata
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # as in Manifest
 
 
 class Manifest(BaseModel):
@@ -30,13 +30,13 @@ class Manifest(BaseModel):
     model: ModelConfig
     page_size: int | None
     max_users: int
-    dtype: str
+    dtype: Literal["float32", "bfloat16", "float16"]
     attention_backend: str
     weights_sha256: str
     recexp: str
     torch: str
     device: str  # "cpu" or "cuda"
-    capability: str  # "x86_64 AVX512" or "SM90"
+    capability: str = Field(min_length=1)  # "x86_64 AVX512" or "SM90"
 
     @property
     def max_tokens(self) -> int:
@@ -64,8 +64,7 @@ def weights_hash(model: torch.nn.Module) -> str:
 def trace(model: RankingModel, page_size: int | None = None, max_users: int = 256) -> tuple[ExportedProgram, Manifest]:
     """The model as an exported program, every size dynamic, and its manifest. page_size: with a KV cache.
 
-    Says beforehand where the package attends by another backend than the model, and why. ValueError: a dtype other than
-    float32, bfloat16 and float16; rows in stores; a backend that refuses.
+    Says beforehand what the package replaces, and why. ValueError: a dtype; rows in stores; a backend that refuses.
     """
     config, weight = model.config, model.sequence.item_embedding.weight
     if weight.dtype not in DTYPES:
@@ -78,17 +77,10 @@ def trace(model: RankingModel, page_size: int | None = None, max_users: int = 25
     if config.fused_layers:
         print("The package's HSTU layers are not fused: their kernels are not registered as operators.")
     manifest = Manifest(
-        model=config,
-        page_size=page_size,
-        max_users=max_users,
-        dtype=str(weight.dtype).removeprefix("torch."),
-        attention_backend=backend,
-        weights_sha256=weights_hash(model),
-        recexp=recexp.__version__,
-        torch=torch.__version__,
-        device=weight.device.type,
-        capability=capability(weight.device),
-    )
+        model=config, page_size=page_size, max_users=max_users, dtype=str(weight.dtype).removeprefix("torch."),
+        attention_backend=backend, weights_sha256=weights_hash(model), recexp=recexp.__version__,
+        torch=torch.__version__, device=weight.device.type, capability=capability(weight.device),
+    )  # fmt: skip
     inputs, sizes = _example(manifest, weight)
     with torch.no_grad():
         program = torch.export.export(ExportedRanker(model, backend), inputs, dynamic_shapes=sizes, strict=False)
@@ -96,10 +88,10 @@ def trace(model: RankingModel, page_size: int | None = None, max_users: int = 25
 
 
 def export(model: RankingModel, path: str | Path, page_size: int | None = None, max_users: int = 256) -> Manifest:
-    """Write the model as an AOTInductor package; arguments as in ``trace``. The file appears whole or not at all."""
+    """Write an AOTInductor package, whole or not at all; arguments as in ``trace``."""
     path = Path(path)
-    if path.suffix != ".pt2":
-        raise ValueError(f"a package's name ends in .pt2, got {path}")
+    if path.suffix != ".pt2" or path.is_dir():
+        raise ValueError(f"a package is a file whose name ends in .pt2, got {path}")
     program, manifest = trace(model, page_size, max_users)
     path.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"aot_inductor.metadata": {KEY: manifest.model_dump_json()}}
@@ -113,6 +105,7 @@ def export(model: RankingModel, path: str | Path, page_size: int | None = None, 
 def _example(manifest: Manifest, weight: Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Inputs to trace with, every size 2 or more, and which of their sizes are dynamic."""
     config, size, most = manifest.model, manifest.page_size, 2**31 - 1
+    manifest = manifest.model_copy(update={"max_users": max(manifest.max_users, 8)})  # more than are traced
     new, candidates = np.full(3, config.max_history_tokens), np.array([2, 3, 0])
     ends = np.cumsum(new + candidates)
     inputs: list[Any] = [torch.zeros(int(ends[-1]), dtype=torch.int64), torch.tensor([0, *ends], dtype=torch.int32)]

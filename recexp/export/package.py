@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import recexp
 from recexp.batch import SequenceBatch, check_offsets, describe, offsets
 from recexp.cache import PagedKVCache
 from recexp.devices import resolve
@@ -25,8 +28,7 @@ VECTORS = ("DEFAULT", "AVX2", "AVX512")  # each runs what was built for those be
 
 
 class Package:
-    """A ranker behind ``call(token_ids, seq_offsets, num_candidates, candidate_rows, tables, metadata)``, see
-    ``ExportedRanker``; ``Package.load`` makes one of a file."""
+    """A ranker behind ``call``, with the arguments of ``ExportedRanker``; ``Package.load`` makes one of a file."""
 
     def __init__(self, manifest: Manifest, call: Callable[..., Tensor], device: torch.device | str = "cpu") -> None:
         self.manifest, self.call, self.device = manifest, call, torch.device(device)
@@ -36,14 +38,12 @@ class Package:
     def load(cls, path: str | Path, device: str | None = None) -> Package:
         """Load what ``export`` wrote, on its kind of device unless one is named.
 
-        Raises ValueError, before any of its code is loaded: not such a file; built by another torch, for another kind
-        of device, or for instructions that this one lacks.
+        Raises ValueError, before any of its code is loaded: not such a file, or damaged; built by another torch, for
+        another kind of device, or for instructions that this one lacks.
         """
         manifest, here = read_manifest(path), torch.__version__
         if manifest.torch != here:
-            raise ValueError(
-                f"{path} was built by torch {manifest.torch}, this is torch {here}: export the model again"
-            )
+            raise ValueError(f"{path} was built by torch {manifest.torch}, this is {here}: export the model again")
         where = resolve(device or manifest.device)
         if where.type != manifest.device or not _runs(manifest.capability, capability(where)):
             raise ValueError(
@@ -55,13 +55,9 @@ class Package:
         return cls(manifest, call, where if where.type == "cpu" else torch.device("cuda", index))
 
     def run(
-        self,
-        token_ids: Tensor,
-        seq_offsets: Tensor,
-        num_candidates: Tensor,
-        tables: Sequence[Tensor] = (),
+        self, token_ids: Tensor, seq_offsets: Tensor, num_candidates: Tensor, tables: Sequence[Tensor] = (),
         metadata: KVMetadata | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Logits [sum(num_candidates), num_tasks].
 
         On the host: token_ids int64 [T], every user's row [context | item, action, … | candidates] less its cached
@@ -69,14 +65,23 @@ class Package:
         the new history is appended, [num_pages, 2, page_size, H, d] on the package's device.
         Raises ValueError, before anything is written, for whatever does not fit the manifest or each other.
         """
+        given = {"token_ids": token_ids, "seq_offsets": seq_offsets, "num_candidates": num_candidates}
+        for (name, x), dtype in zip(given.items(), (torch.int64, torch.int32, torch.int32), strict=True):
+            if not isinstance(x, Tensor) or (x.dtype, x.ndim, x.device.type, x.is_contiguous()) != (
+                dtype,
+                1,
+                "cpu",
+                True,
+            ):
+                raise ValueError(f"{name} is {describe(x)}: needed is {dtype}, 1-D, contiguous, on the CPU")
         self._check_tables(tables, metadata)
         user = self._check_tokens(token_ids, seq_offsets, num_candidates, metadata)
         if not len(user):
             return torch.zeros(0, self.manifest.model.num_tasks, dtype=self.dtype, device=self.device)
         rows = (torch.arange(len(user)) >= (seq_offsets[1:] - num_candidates)[user]).nonzero().flatten()
-        given = [x.to(self.device) for x in (token_ids, seq_offsets, num_candidates, rows)]
+        sent = [x.to(self.device) for x in (*given.values(), rows)]
         with torch.inference_mode():
-            return self.call(*given, list(tables), self._fields(metadata))
+            return self.call(*sent, list(tables), self._fields(metadata))
 
     def predict(self, batch: SequenceBatch) -> Tensor:
         """``RankingModel.predict`` by a package without a cache."""
@@ -111,18 +116,19 @@ class Package:
     def _check_tables(self, tables: Sequence[Tensor], metadata: KVMetadata | None) -> None:
         config, size = self.manifest.model, self.manifest.page_size
         if size is None or metadata is None:
-            if size is not None or metadata is not None or tables:
+            if size is not None or metadata is not None or len(tables):
                 raise ValueError(f"the package has {'a' if size else 'no'} KV cache: pass tables and metadata with one")
             return
-        shape = [len(tables[0]) if tables else 0, 2, size, config.num_heads, config.head_dim]
+        shape = [len(tables[0]) if len(tables) else 0, 2, size, config.num_heads, config.head_dim]
         wanted = f"{config.num_layers} tables {self.dtype} {shape} on {self.device}, contiguous from 16 bytes on"
         for layer, table in enumerate(tables):
             fits = (list(table.shape), table.dtype, table.device) == (shape, self.dtype, self.device)
             if not fits or not table.is_contiguous() or table.data_ptr() % 16:
                 at = f"on {table.device}, strides {table.stride()}"
                 raise ValueError(f"the table of layer {layer} is {describe(table)} {at}: needed are {wanted}")
-        if len({table.data_ptr() for table in tables}) < len(tables) or len(tables) != config.num_layers:
-            raise ValueError(f"{len(tables)} tables, or one of them twice: needed are {wanted}")
+        starts = sorted(table.data_ptr() for table in tables)
+        if len(tables) != config.num_layers or any(b - a < tables[0].nbytes for a, b in pairwise(starts)):
+            raise ValueError(f"{len(tables)} tables, or two in the same memory: needed are {wanted}")
         metadata.validate(size, len(tables[0]))
 
     def _check_tokens(
@@ -130,38 +136,30 @@ class Package:
     ) -> Tensor:
         """The refusals; returns the user of each token."""
         config, most, num_users = self.manifest.model, self.manifest.max_users, len(num_candidates)
-        given = {"token_ids": token_ids, "seq_offsets": seq_offsets, "num_candidates": num_candidates}
-        for (name, x), dtype in zip(given.items(), (torch.int64, torch.int32, torch.int32), strict=True):
-            if (x.dtype, x.ndim, x.device.type, x.is_contiguous()) != (dtype, 1, "cpu", True):
-                raise ValueError(
-                    f"{name} is {describe(x)} on {x.device}: needed is {dtype}, 1-D, contiguous, on the CPU"
-                )
         if not 1 <= num_users <= most:
             raise ValueError(f"{num_users} users; the package takes 1 to {most}: split the batch, or export for more")
         check_offsets(len(token_ids), seq_offsets, num_candidates, None)
         history = new = seq_offsets.diff() - num_candidates
         if metadata is not None:
-            history = metadata.total_history_lengths
+            if len(history := metadata.total_history_lengths) != num_users:
+                raise ValueError(f"metadata of {len(history)} users, num_candidates of {num_users}: they must agree")
             for name, ours in {"new_history_offsets": offsets(new), "kv_seqlens": history + num_candidates}.items():
                 if (theirs := getattr(metadata, name).tolist()) != ours.tolist():
                     raise ValueError(f"{name} is {theirs}, and by seq_offsets and num_candidates {ours.tolist()}")
         limits = {"history tokens": (history, config.max_history_tokens)}
-        for name, (lengths, limit) in (limits | {"candidates": (num_candidates, config.max_candidates)}).items():
-            if (over := (lengths > limit).nonzero()).numel():
-                raise ValueError(f"row {int(over[0])} has {lengths[over[0]].item()} {name}; the package takes {limit}")
+        for name, (counts, limit) in (limits | {"candidates": (num_candidates, config.max_candidates)}).items():
+            if counts[row := int(counts.argmax())] > limit:
+                raise ValueError(f"row {row} has {int(counts[row])} {name}; the package takes {limit}")
         user = row_users(len(token_ids), seq_offsets)
         position = torch.arange(len(user)) + (history - new - seq_offsets[:-1])[user]
-        sizes = torch.where(
-            is_action(position, history[user], len(config.context)), config.num_actions, config.num_items
-        )
+        action = is_action(position, history[user], len(config.context))
+        sizes = torch.where(action, config.num_actions, config.num_items)
         for i, size in enumerate(config.context.values()):
             sizes[position == i] = size
         if (wrong := ((token_ids < 0) | (token_ids >= sizes)).nonzero()).numel():
             at = int(wrong[0])
-            where = f"row {int(user[at])}, position {int(position[at])}"
-            raise ValueError(
-                f"token_ids[{at}] ({where}) is {int(token_ids[at])}: ids there are 0 to {int(sizes[at]) - 1}"
-            )
+            where = f"token_ids[{at}] (row {int(user[at])}, position {int(position[at])})"
+            raise ValueError(f"{where} is {int(token_ids[at])}: ids there are 0 to {int(sizes[at]) - 1}")
         return user
 
 
@@ -175,14 +173,18 @@ def _rows(batch: SequenceBatch, histories: Sequence[Any]) -> tuple[Tensor, Tenso
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest in a package, of which nothing is run. ValueError where there is none."""
+    """The manifest in a package, of which nothing is run. ValueError where there is none, or the file is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():  # the loader would run it as it is
+                raise ValueError(f"{damaged} is damaged")
             for name in archive.namelist():
-                if name.endswith("metadata.json") and KEY in (found := json.loads(archive.read(name))):
-                    return Manifest.model_validate_json(found[KEY])
-    except (OSError, zipfile.BadZipFile, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a package: {error}") from error
+                if name.endswith("metadata.json"):
+                    found = json.loads(archive.read(name))
+                    if isinstance(found, dict) and KEY in found:
+                        return Manifest.model_validate_json(found[KEY])
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a package of recexp {recexp.__version__}: {error}") from error
     raise ValueError(f"{path} has no manifest: `recexp export` did not write it")
 
 
@@ -194,8 +196,8 @@ def _runs(built: str, here: str) -> bool:
 
 
 def save_calls(package: Package, path: str | Path, calls: Callable[[], object], tables: Sequence[Tensor] = ()) -> None:
-    """Run ``calls`` and write what the package was given and gave, for examples/cpp: by torch.save, as they were before
-    the first call, ``tables``, and a list of (inputs, logits) with the inputs in the package's order, less tables."""
+    """Run ``calls`` and torch.save for examples/cpp ``tables`` as they were before, and (inputs, logits) of each call,
+    inputs in the package's order, less tables."""
     before, seen, call = [table.cpu().clone() for table in tables], [], package.call
 
     def record(*given: Any) -> Tensor:
