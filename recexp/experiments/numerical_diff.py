@@ -26,10 +26,9 @@ from recexp.config import DifferenceConfig, GraphConfig, ModelConfig, TaskConfig
 from recexp.data.interactions import Interactions
 from recexp.data.metrics import ranking_metrics
 from recexp.data.requests import Requests, candidate_rows, labels, make_batch
-from recexp.devices import describe_device
 from recexp.experiments import compare
 from recexp.experiments.compare import Trace, trace_differences
-from recexp.experiments.latency import backend_of, in_dtype, reference_of
+from recexp.experiments.latency import backend_of, in_dtype, model_columns, reference_of
 from recexp.experiments.record import row
 from recexp.graphs import num_capture_pages
 from recexp.layers import Attention, attention_backends
@@ -190,8 +189,7 @@ def compare_ways(
             wrong = f"{kind}: logits off by {last.looked_at:.1e}, limit {last.limit:.1e}, against {against}"
             outcome = ("ok", "", last.error) if last.equal else ("wrong", wrong, last.error)
         outcomes.setdefault(tested, []).append(outcome)
-    shape = {c: getattr(model.config, c) for c in ("num_layers", "hidden_size", "num_heads", "head_dim")}
-    shape |= {"device": describe_device(model.device), "backbone": name, "num_tokens": len(probe.is_new)}
+    shape = model_columns(name, model) | {"num_tokens": len(probe.is_new)}
     shape |= {"batch_size": probe.batch.batch_size, "num_candidates": len(probe.batch.candidate_ids)}
     if not frames:
         raise ValueError(
@@ -201,7 +199,7 @@ def compare_ways(
     for way, pairs in outcomes.items():
         status, _, error = max(pairs, key=lambda outcome: outcome[0] != "ok")  # the first that is not, if any
         reason = "; ".join(dict.fromkeys(reason for _, reason, _ in pairs if reason)) or None
-        rows.append(row(status, reason=reason, error=error, **shape, **way.columns()))
+        rows.append(row(status, reason=reason, error=error, **shape | way.columns()))
     return rows, pd.concat(frames, ignore_index=True)
 
 
