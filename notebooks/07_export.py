@@ -53,7 +53,7 @@ display(Markdown(f"Measured on **{name}**, torch {torch.__version__}."))
 # ## Compile
 #
 # Where an attention backend cannot go into a package, export says so before it starts, and which one it takes instead:
-# one that reads no lengths on the host, since whatever the host reads while a model is exported becomes a constant.
+# one for which no length is a number of Python, since such a number becomes a constant when a model is exported.
 
 # %%
 measured = [export.measure_model(model, experiment, device) for model in experiment.models]

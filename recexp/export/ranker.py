@@ -22,7 +22,7 @@ from recexp.metadata import KVMetadata
 from recexp.model import RankingModel
 
 METADATA = [field.name for field in fields(KVMetadata) if field.name != "buffer"]
-EXPORTABLE = ("triton", "gather", "paged")  # by speed; operators that fix no length
+EXPORTABLE = ("triton", "gather", "paged")  # by speed; no length is a Python number in them
 
 
 def exportable_backend(model: RankingModel, page_size: int | None) -> tuple[str, str]:
