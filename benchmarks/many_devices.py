@@ -26,8 +26,7 @@ from recexp.config import SweepConfig
 from recexp.config.base import Strict
 from recexp.experiments.record import environment, row
 from recexp.experiments.run import load_experiment
-from recexp.experiments.sweep import register_point, run_sweep
-from recexp.experiments.workers import device_names
+from recexp.experiments.sweep import device_names, register_point, run_sweep
 
 FATES = ["good", "crash", "good", "hang", *["good"] * 8]
 

@@ -36,7 +36,8 @@ results = "../results"
 quiet = False
 
 # %%
-import torch
+import json
+
 from IPython.display import Markdown, display
 
 from recexp.experiments import page_figures, plots
@@ -53,7 +54,9 @@ name = " and ".join(points["device"].dropna().unique())
 how = f"{', '.join(timed['dtype'].unique())}, {', '.join(timed['mode'].unique())}, tier device"
 shape = "{num_heads} heads of {head_dim}, {new_tokens} new tokens a user".format(**points.iloc[0])
 counts = ", ".join(f"{count} {status}" for status, count in points["status"].value_counts().items())
-display(Markdown(f"Measured on **{name}**, torch {torch.__version__}: {shape}. Points: {counts}."))
+start = json.loads((run.path / "start.json").read_text())  # of the machine where the run began
+versions = start["environment"]["versions"]
+display(Markdown(f"Measured on **{name}**, torch {versions['torch']}: {shape}. Points: {counts}."))
 
 # %% [markdown]
 # ## The map

@@ -165,6 +165,20 @@ def test_rerun_repeats_a_run_and_says_what_changed(
     assert "1337" in (again / "report.html").read_text()
 
 
+def test_rerun_of_an_older_schema_says_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a value is not known any more."""
+    saved = ROOT / "results/gallery/kv_cache/cpu"
+    config = (saved / "config.yaml").read_text()
+    manifest = json.loads((saved / "manifest.json").read_text())
+    if manifest["schema_version"] > 1:
+        pytest.skip("the gallery has no run of schema 1 there any more")
+    assert "dtypes" in config and call(monkeypatch, "rerun", str(saved)) == 2
+    err = capsys.readouterr().err
+    assert "unknown key 'dtypes'" in err and f"git revision {manifest['environment']['git_revision']}" in err
+
+
 def test_dry_run_for_an_assumed_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from recexp.config.base import Name, Positive, Strict
 
@@ -18,12 +18,14 @@ class SweepConfig(Strict):
 
     point: Name  # a kind that register_point knows
     modules: list[str] = []  # your own, imported for what they register
-    base: dict[str, Any] = {}
-    grid: dict[str, list[Any]] = {}
-    zipped: list[dict[str, list[Any]]] = []  # the lists of a group go together
+    base: dict[str, JsonValue] = {}
+    grid: dict[str, list[JsonValue]] = {}
+    zipped: list[dict[str, list[JsonValue]]] = []  # the lists of a group go together
     where: list[str] = []
     engine: Literal["processes", "ray"] = "processes"
-    devices: list[str] = ["auto"]  # auto: every CUDA device, else the CPU; cpu:0, cpu:1, … pretend to be several
+    devices: Annotated[list[str], Field(min_length=1)] = [
+        "auto"
+    ]  # auto: every CUDA device, else the CPU; cpu:0, cpu:1, … pretend to be several
     seconds_per_point: Positive = 300.0
     address: str | None = None  # of a Ray cluster; None: one is started on this machine
 
@@ -36,4 +38,6 @@ class SweepConfig(Strict):
         keys = [*self.grid, *(key for group in self.zipped for key in group)]
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
             raise ValueError(f"{', '.join(twice)} varies twice; keep it in grid or in one zipped group")
+        if self.engine == "ray" and any(name.startswith("cuda") for name in self.devices):
+            raise ValueError(f"devices {self.devices}: Ray gives GPUs out; use auto and CUDA_VISIBLE_DEVICES")
         return self

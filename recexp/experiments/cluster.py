@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from recexp.config import SweepConfig
-from recexp.experiments.workers import Worker, device_names, threads_of
+from recexp.experiments.workers import Worker
 
 
 class RemoteWorker:
@@ -25,7 +23,7 @@ class RemoteWorker:
         self._actor = actor.remote(*arguments)
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The point's row."""
+        """The answer of ``Worker.run``."""
         try:
             answer: dict[str, Any] = self._ray.get(self._actor.run.remote(values))
             return answer
@@ -42,33 +40,30 @@ class _Actor(Worker):
         import ray
 
         (index,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        pretended = pretended or not torch.cuda.is_available()
         super().__init__(f"cpu:{index}" if pretended else "cuda:0", *arguments)  # the only one that it sees
 
 
 @contextmanager
-def ray_workers(sweep: SweepConfig, packed: bytes) -> Iterator[list[RemoteWorker]]:
+def ray_workers(sweep: SweepConfig, names: list[str], *arguments: Any) -> Iterator[list[RemoteWorker]]:
     """A worker for every GPU of the cluster at sweep.address, or of one that is started on this machine until the end.
 
-    Pretended devices (cpu:0, cpu:1) are GPUs to Ray and the CPU to the points. ValueError for GPUs by name;
-    RuntimeError without the extra ``cluster`` or without GPUs in the cluster.
+    Pretended devices (cpu:0, cpu:1) are GPUs to Ray and the CPU to the points. RuntimeError without the extra
+    ``cluster`` or without GPUs in the cluster.
     """
-    if any(name.startswith("cuda") for name in sweep.devices):
-        raise ValueError(f"sweep.devices {sweep.devices}: Ray gives devices out; use auto and CUDA_VISIBLE_DEVICES")
-    names = device_names(sweep.devices)
-    local: dict[str, Any] = {} if sweep.address else {"num_gpus": len(names), "include_dashboard": False}
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # every listener on the loopback address
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ImportError as error:
         raise RuntimeError("sweep.engine ray needs the extra: pip install 'recexp[cluster]'") from error
+    count = len(names)  # of CPUs too: Ray starts a process for each at once, and actors take those
+    local: dict[str, Any] = {} if sweep.address else {"num_gpus": count, "num_cpus": count, "include_dashboard": False}
     ray.init(sweep.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     try:
         count = int(ray.cluster_resources().get("GPU", 0))
         if not count:
             raise RuntimeError(f"the cluster at {sweep.address} has no GPU; start its nodes with --num-gpus")
-        arguments = sweep.devices != ["auto"], packed, sweep.seconds_per_point, threads_of(count)
-        yield [RemoteWorker(*arguments) for _ in range(count)]
+        cuda = sweep.devices == ["auto"] and (sweep.address or names[0].startswith("cuda"))
+        yield [RemoteWorker(not cuda, *arguments) for _ in range(count)]
     finally:
         ray.shutdown()

@@ -23,8 +23,8 @@ from recexp.data.requests import Splits
 from recexp.devices import profile_of
 from recexp.experiments.record import environment, load_run, start_run
 from recexp.experiments.report import check_parameters, execute
-from recexp.experiments.sweep import plan, read_journal, run_sweep
-from recexp.experiments.workers import device_id, device_names, hold
+from recexp.experiments.sweep import JOURNAL, device_names, plan, points_left, read_journal, run_sweep
+from recexp.experiments.workers import device_id, hold
 from recexp.layers import backbones
 from recexp.model import check_names
 
@@ -38,7 +38,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), here: bool 
             f"{path} describes a {config.kind}; an experiment is needed, such as "
             "configs/experiments/compare_backbones.yaml"
         )
-    if here:
+    if here and not config.sweep:  # whose own devices are asked for when points run
         devices.resolve(config.device)
     if any(model.backbone not in backbones for model in config.models.values()):
         for cell in nbformat.read(find_above(Path(path).parent, config.notebook), as_version=4).cells:
@@ -107,8 +107,9 @@ def run_experiment(
     if config.data:  # what is wrong with it shows now, not in the middle of the notebook
         interactions = load_interactions(config.data, quiet)
         check_data(config, interactions, make_splits(config.data, interactions))
-    device = str(devices.resolve(config.device))
-    with nullcontext() if config.sweep else hold(device_id(device)):  # a sweep holds the devices of its own
+    if config.sweep:
+        points_left(config.sweep, resume)
+    with nullcontext() if config.sweep else hold(device_id(str(devices.resolve(config.device)))):
         run = replace(start_run(config.name, config, results, run_dir=resume, quiet=quiet), owned=True)
         kept = run.path / "config.yaml"
         try:
@@ -130,7 +131,11 @@ def rerun(saved: Path, results: Path = Path("results"), quiet: bool = False) -> 
     changed = changes(before, now)
     changed = changed[~changed.index.str.contains(r"clocks\.(?:sm|mem)$")]  # as they were at that moment
     print(changed.to_string() if len(changed) else "nothing changed in the environment")
-    return run_experiment(saved / "config.yaml", (), results, quiet)
+    try:
+        return run_experiment(saved / "config.yaml", (), results, quiet)
+    except ValueError as error:
+        written = f"recexp {before['versions'].get('recexp')}, git revision {before['git_revision']}"
+        raise ValueError(f"{error}\nif today's recexp does not know such a value: {saved} is of {written}") from error
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> pd.DataFrame:
@@ -165,7 +170,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), results: Path = Path("res
     by = f"refused by {assume or here}" if assume or here else "refused (no CUDA to ask: try --assume sm90)"
     print(planned.to_string())
     print(f"{len(planned)} points, {len(planned) - todo} {by}; {len(names)} at a time")
-    journals = sorted(results.glob(f"{config.name}/*/points.jsonl"))
+    journals = sorted(results.glob(f"{config.name}/*/{JOURNAL}"))
     took = [entry["seconds"] for entry in read_journal(journals[-1]).values()] if journals else []
     about = f"about {_duration(todo * mean(took) / len(names))} as in {journals[-1]}, " if took else ""
     print(f"time: {about}at most {_duration(todo * sweep.seconds_per_point / len(names))}")

@@ -1,40 +1,27 @@
-"""Points in processes of their own, one a device: what happens to a point happens to nothing else."""
+"""Points in processes of their own, one a device: what happens to a point happens to nothing else.
+
+Only these processes import torch: a worker's own, an actor of Ray say, is to have them running at once.
+"""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import cloudpickle
-import torch
 from joblib.externals.loky import ProcessPoolExecutor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from recexp import devices
 from recexp.config import SweepConfig, cache_dir
-from recexp.experiments.record import COLUMNS, row
-from recexp.experiments.record import _output as output_of
-
-if TYPE_CHECKING:
-    from recexp.experiments.sweep import PointKind
 
 LEFT_BYTES = 128 * 2**20  # on the device after a point; cuBLAS keeps some 32 MiB
 START_SECONDS = 300.0  # for a new process to import torch and find its device
-
-
-def device_names(wanted: list[str]) -> list[str]:
-    """Devices of a sweep by name: "auto" is every CUDA device, else the CPU. ValueError for one that is not there."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [f"cuda:{i}" for i in range(count)] or ["cpu"] if wanted == ["auto"] else list(dict.fromkeys(wanted))
-    for name in names:
-        devices.resolve(name)
-    return names
 
 
 def device_id(name: str) -> str:
@@ -44,12 +31,11 @@ def device_id(name: str) -> str:
         return name
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     entry = visible.split(",")[int(index or 0)] if visible else index or "0"
-    return output_of("nvidia-smi", f"--id={entry}", "--query-gpu=uuid", "--format=csv,noheader") or entry
-
-
-def threads_of(num_devices: int) -> int:
-    """Threads of each device's process, so that together they do not ask for more than one would."""
-    return max(1, torch.get_num_threads() // num_devices)
+    query = ("nvidia-smi", f"--id={entry}", "--query-gpu=uuid", "--format=csv,noheader")
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip() or entry
+    except (OSError, subprocess.SubprocessError):
+        return entry
 
 
 @contextmanager
@@ -82,8 +68,8 @@ def hold(device: str) -> Iterator[None]:
 
 
 class Worker:
-    """Points one after another in a process that sees one device only. A fresh process takes over after a point that
-    failed, hung, crashed, or left memory on the device. The device is held until ``close()``.
+    """Points one after another in a process that sees one device only, and that starts at once. A fresh one takes over
+    after a point that failed, hung, crashed, or left memory on the device. The device is held until ``close()``.
 
     packed: the kind of point by cloudpickle, which takes in what a cell of a notebook defines; seconds: the limit of a
     point, the start of its process not counted.
@@ -93,53 +79,46 @@ class Worker:
         self.id, self._packed, self._seconds = device_id(name), packed, seconds
         visible = "" if name.startswith("cpu") else self.id  # set before the process imports torch
         self._env = {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": str(num_threads)}
-        self._process: ProcessPoolExecutor | None = None
         self._held = hold(self.id)
         self._held.__enter__()
+        self._start()
+
+    def _start(self) -> None:
+        self._process = ProcessPoolExecutor(1, env=self._env, initializer=_begin, initargs=(os.getpid(),))
+        self._device = self._process.submit(_prepare, self._packed)
+        self._used_up = False
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The point's row."""
-        if self._process is None:
-            self._process = ProcessPoolExecutor(1, env=self._env, initializer=_begin, initargs=(os.getpid(),))
-            self._device = self._process.submit(_start, self._packed).result(START_SECONDS)
+        """The point's row, or, if it came to none, status and reason; device_id, and device where the row has none.
+        RuntimeError when the process does not start."""
+        if self._used_up:
+            self._start()
         try:
-            answer, fresh = self._process.submit(_run_point, self._packed, values).result(self._seconds)
+            device = self._device.result(START_SECONDS)
+        except (TimeoutError, TerminatedWorkerError) as error:
+            raise RuntimeError(f"no process for points starts on {self.id}: {error!r}") from error
+        try:
+            answer, self._used_up = self._process.submit(_run_point, self._packed, values).result(self._seconds)
         except TimeoutError:
-            answer, fresh = self._lost(values, "timed out", f"no answer within {self._seconds:g} s"), True
+            answer, self._used_up = {"status": "timed out", "reason": f"no answer within {self._seconds:g} s"}, True
         except TerminatedWorkerError as error:  # its text ends in the exit codes: {SIGSEGV(-11)}
             codes = str(error).rpartition("{")[2].partition("}")[0]
-            answer, fresh = self._lost(values, "failed", f"its process died: {codes}"), True
-        if fresh:
-            self.stop()
-        return {**answer, "device_id": self.id}
-
-    def _lost(self, values: dict[str, Any], status: str, reason: str) -> dict[str, Any]:
-        return row(status, **(_unpack(self._packed, values)[2] | {"reason": reason, "device": self._device}))
-
-    def stop(self) -> None:
-        """End the process, whatever it does."""
-        if self._process:
+            answer, self._used_up = {"status": "failed", "reason": f"its process died: {codes}"}, True
+        if self._used_up:
             self._process.shutdown(kill_workers=True)
-        self._process = None
+        return {"device": device, **answer, "device_id": self.id}
 
     def close(self) -> None:
-        """End the process and let go of the device."""
-        self.stop()
+        """End the process, whatever it does, and let go of the device."""
+        self._process.shutdown(kill_workers=True)
         self._held.__exit__(None, None, None)
 
 
 @contextmanager
-def process_workers(sweep: SweepConfig, packed: bytes) -> Iterator[list[Worker]]:
-    """A worker for every device of the sweep on this machine."""
-    names = device_names(sweep.devices)
-    yield [Worker(name, packed, sweep.seconds_per_point, threads_of(len(names))) for name in names]
-
-
-def _unpack(packed: bytes, values: dict[str, Any]) -> tuple[PointKind, Any, dict[str, Any]]:
-    """The kind, the point, and those of its fields that are columns of the record."""
-    kind = cloudpickle.loads(packed)
-    point = kind.config.model_validate(values)
-    return kind, point, {name: value for name, value in point.model_dump(mode="json").items() if name in COLUMNS}
+def process_workers(sweep: SweepConfig, names: list[str], *arguments: Any) -> Iterator[list[Worker]]:
+    """A worker for every device of this machine that is named; ``arguments`` are the further ones of ``Worker``."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(closing(Worker(name, *arguments))) for name in names]
 
 
 def _begin(parent: int) -> None:
@@ -154,27 +133,34 @@ def _begin(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _start(packed: bytes) -> str:
+def _prepare(packed: bytes) -> str:
     """In that process: import what points need, outside of their time; returns the device's name."""
+    from recexp.devices import describe_device, resolve
+
     cloudpickle.loads(packed)
-    return _device_name()
-
-
-def _device_name() -> str:
-    return devices.describe_device(devices.resolve("auto"))
+    return describe_device(resolve("auto"))
 
 
 def _run_point(packed: bytes, values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """In that process: the point's row, and whether a fresh process should take over."""
+    """In that process: the point's row, or its status and reason, and whether a fresh process should take over."""
+    import gc
+    import json
+
+    import torch
+
+    from recexp.experiments.record import row
+
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")  # there is no other
-    kind, point, columns = _unpack(packed, values)
-    columns |= {"device": _device_name()}
+    kind = cloudpickle.loads(packed)
     try:
-        reason = kind.refuses(point, device)
-        answer = row("refused", **(columns | {"reason": reason})) if reason else kind.run(point, device)
+        point = kind.config.model_validate(values)
+        if reason := kind.refuses(point, device):
+            return {"status": "refused", "reason": reason}, False
+        answer = row(**kind.run(point, device))
+        answer = json.loads(json.dumps(answer, default=lambda number: number.item()))  # as the journal keeps it
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return row("out of memory", **(columns | {"reason": str(error) or "host memory"})), True
-    except (Exception, SystemExit) as error:
-        return row("failed", **(columns | {"reason": f"{type(error).__name__}: {error}"})), True
+        return {"status": "out of memory", "reason": str(error) or "host memory"}, True
+    except BaseException as error:  # whatever a point raises, SystemExit and KeyboardInterrupt too
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}, True
     gc.collect()
     return answer, device.type == "cuda" and torch.cuda.memory_allocated(device) > LEFT_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import signal
@@ -20,10 +21,10 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from recexp.config import SweepConfig
+from recexp.config import SweepConfig, load_config
 from recexp.config.base import Strict
 from recexp.devices import DeviceProfile, profile_of
-from recexp.experiments.record import load_run, row
+from recexp.experiments.record import load_run, row, start_run
 from recexp.experiments.run import run_experiment
 from recexp.experiments.sweep import expand, plan, register_point, run_sweep
 
@@ -53,6 +54,12 @@ def meet(point: Fate, device: torch.device) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
     if point.fate == "error":
         raise KeyError("user_id")
+    if point.fate == "interrupt":
+        raise KeyboardInterrupt
+    if point.fate == "no row":
+        return None  # type: ignore[return-value]
+    if point.fate == "no number":
+        return row("ok", device="cpu", error=1.0) | {"page_size": object()}
     return row("ok", device=str(device), page_size=point.page_size, error=float(os.getpid()))
 
 
@@ -80,6 +87,14 @@ def test_expand_is_base_times_grid_times_groups() -> None:
 def test_impossible_sweeps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"equally long, got \{'a': 1, 'b': 2\}"):
         sweep_of(zipped=[{"a": [1], "b": [1, 2]}])
+    with pytest.raises(ValidationError, match=r"devices\n.*at least 1 item"):
+        sweep_of(devices=[])
+    with pytest.raises(ValidationError, match="not a valid JSON value"):
+        sweep_of(grid={"day": [datetime.date(2026, 1, 1)]})  # as YAML reads it
+    with pytest.raises(ValueError, match=r"model.heads varies, but model is 3; make it a mapping"):
+        expand(sweep_of(base={"model": 3}, grid={"model.heads": [1]}))
+    with pytest.raises(ValueError, match=r"sweep.modules 'no_such_module': No module named .*PYTHONPATH"):
+        run_sweep(sweep_of(modules=["no_such_module"]), tmp_path)
     with pytest.raises(ValidationError, match="a varies twice"):
         sweep_of(grid={"a": [1]}, zipped=[{"a": [1]}])
     with pytest.raises(ValueError, match="'size > 1': name 'size' is not defined; known: page_size"):
@@ -94,20 +109,24 @@ def test_impossible_sweeps_are_refused(tmp_path: Path) -> None:
         run_sweep(sweep_of(devices=["cuda:77"]), tmp_path, quiet=True)
 
 
-FATES = ["good", "crash", "hang", "no memory", "error", "refused", "good"]
+FATES = ["good", "crash", "hang", "no memory", "error", "refused", "interrupt", "no row", "no number", "good"]
 
 
 def test_whatever_happens_to_a_point_is_its_row(tmp_path: Path) -> None:
-    sweep = sweep_of(zipped=[{"fate": FATES, "page_size": [1, 2, 3, 4, 5, 6, 7]}], seconds_per_point=4)
+    sweep = sweep_of(zipped=[{"fate": FATES, "page_size": list(range(10))}], seconds_per_point=4)
     rows = run_sweep(sweep, tmp_path, quiet=True)
-    assert list(rows["page_size"]) == [1, 2, 3, 4, 5, 6, 7]
-    assert list(rows["status"]) == ["ok", "failed", "timed out", "out of memory", "failed", "refused", "ok"]
-    assert list(rows["reason"].dropna()) == [
+    assert list(rows["page_size"]) == list(range(10))
+    died = ["failed", "timed out", "out of memory", "failed", "refused"]
+    assert list(rows["status"]) == ["ok", *died, "failed", "failed", "failed", "ok"]
+    *reasons, last = rows["reason"].dropna()
+    assert "object object" in last and reasons == [
         "its process died: SIGSEGV(-11)",
         "no answer within 4 s",
         "CUDA out of memory. Tried to allocate 1 TiB",
         "KeyError: 'user_id'",
         "it wants to",
+        "KeyboardInterrupt: ",
+        "TypeError: recexp.experiments.record.row() argument after ** must be a mapping, not NoneType",
     ]
     assert set(rows["device_id"]) == {"cpu"} and rows["device"].str.contains("cpu|CPU").all()
     entries = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
@@ -133,6 +152,13 @@ def test_finished_points_are_not_run_again(tmp_path: Path) -> None:
     assert rows["error"][1] == 0.5 and rows["error"][0] > 1
     assert len((tmp_path / "points.jsonl").read_text().splitlines()) == 2
     pd.testing.assert_frame_equal(run_sweep(sweep, tmp_path, quiet=True), rows)
+
+
+def test_a_damaged_journal_is_told(tmp_path: Path) -> None:
+    for line in ("{nonsense", "7", '{"point": {}}', "\0" * 9):
+        (tmp_path / "points.jsonl").write_text(f'{{"point": {{"page_size": 8}}, "seconds": 1, "row": {{}}}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"points\.jsonl, line 2, is damaged: .*delete it, and it runs again"):
+            run_sweep(sweep_of(grid={"page_size": [8]}), tmp_path, quiet=True)
 
 
 def test_plan_says_what_an_assumed_device_refuses() -> None:
@@ -187,6 +213,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     nbformat.write(story, tmp_path / "story.ipynb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RECEXP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("RECEXP_WAIT", "20")
     return tmp_path
@@ -238,3 +265,21 @@ def test_what_is_stopped_or_killed_goes_on(checkout: Path) -> None:
     assert f"report: {run.path}/report.html" in out
     assert list(run.measurements["page_size"]) == [1, 2, 3]
     assert run.measurements["error"][0] == first["row"]["error"]
+
+
+def test_a_swept_run_is_rendered_without_its_device(checkout: Path) -> None:
+    """And one with points left, or none that could be, leaves nothing behind."""
+    absent = ["device=cuda:77", "sweep.devices=[cuda:77]"]
+    with pytest.raises(ValueError, match="device 'cuda:77' asked for"):
+        run_experiment(Path("patience.yaml"), absent)
+    with pytest.raises(ValueError, match="page_size=many:\n"):
+        run_experiment(Path("patience.yaml"), ["sweep.grid={page_size: [many]}"])
+    assert not Path("results").exists()
+    run = start_run("patience", load_config("patience.yaml", absent), quiet=True)
+    rows = [row("ok", device="an H200", page_size=size, error=0.5) for size in (1, 2, 3)]
+    entries = [{"point": {"page_size": each["page_size"]}, "seconds": 1.0, "row": each} for each in rows]
+    (run.path / "points.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    finished = run_experiment(run.path / "config.yaml", quiet=True, resume=run.path)
+    assert set(load_run(finished).measurements["device"]) == {"an H200"}
+    with pytest.raises(ValueError, match=r"it has no start.json"):
+        run_experiment(finished / "config.yaml", quiet=True, resume=finished)

@@ -16,8 +16,8 @@ import torch
 from recexp.config import SweepConfig
 from recexp.config.base import Strict
 from recexp.experiments.record import row
-from recexp.experiments.sweep import points, register_point, run_sweep
-from recexp.experiments.workers import Worker, device_id, device_names, hold
+from recexp.experiments.sweep import device_names, points, register_point, run_sweep
+from recexp.experiments.workers import Worker, device_id, hold
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 HOLD = """
@@ -84,7 +84,7 @@ def test_names_and_ids_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         device_names(["cuda:77"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert device_names(["auto"]) == ["cuda:0", "cuda:1"]
+    assert device_names(["auto"]) == device_names(["cuda", "auto", "cuda:1"]) == ["cuda:0", "cuda:1"]
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5a")
     assert [device_id(name) for name in ("cpu", "cpu:1", "cuda", "cuda:1")] == ["cpu", "cpu:1", "3", "GPU-5a"]
@@ -94,6 +94,7 @@ def test_a_worker_is_born_with_its_device_only(monkeypatch: pytest.MonkeyPatch) 
     """Not told later, when torch may have been imported: the variable is in the environment that its process got."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     worker = Worker("cuda:1", cloudpickle.dumps(points["leftover"]), 60.0, 3)
+    assert worker._device.result(60).startswith("CPU")  # it has begun before its first point
     answer = worker.run({"megabytes": 1})
     assert answer["device_id"] == "GPU-b"
     assert "CUDA_VISIBLE_DEVICES=GPU-b" in answer["reason"] and "OMP_NUM_THREADS=3" in answer["reason"]
@@ -102,6 +103,12 @@ def test_a_worker_is_born_with_its_device_only(monkeypatch: pytest.MonkeyPatch) 
     worker.close()
     with hold("GPU-b"):
         pass
+
+
+def test_a_worker_itself_needs_no_torch() -> None:
+    """An actor of Ray is one, and its own process imports torch as well."""
+    code = "import sys, recexp.experiments.cluster; print([x for x in ('torch', 'pandas') if x in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 kept = []
