@@ -66,10 +66,10 @@ class Server:
             with Client(self.http) as client:
                 client.drain()
             self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        with suppress(ProcessLookupError):  # what a server that ends while it loads models leaves behind
-            os.killpg(self.process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+            with suppress(ProcessLookupError):  # what a server that ends while it loads models leaves behind
+                os.killpg(self.process.pid, signal.SIGKILL)
         for path in Path("/dev/shm").glob(f"{self.log.parent.name}-*"):  # theirs, if they were killed
             path.unlink()
         return self.process.wait()
