@@ -73,6 +73,10 @@ def test_what_it_cannot_run_is_an_error(program: Path, exported: Callable[[str, 
     )
     torch.save({"tables": [], "calls": [([torch.zeros(1)], torch.zeros(1))]}, tmp_path / "few.pt")
     assert serve(program, package, tmp_path / "few.pt").returncode == 2
+    for calls in ([([], torch.zeros(1))], [()], [torch.zeros(1)], 5):  # damaged, with a table to put among the inputs
+        torch.save({"tables": [torch.zeros(1)], "calls": calls}, tmp_path / "odd.pt")
+        done = serve(program, package, tmp_path / "odd.pt")
+        assert done.returncode == 2 and done.stderr.startswith("serve_package: ")
     (tmp_path / "text.pt2").write_text("no package")
     done = serve(program, tmp_path / "text.pt2", tmp_path / "few.pt")
     assert done.returncode == 2 and done.stderr.startswith("serve_package: ")

@@ -46,7 +46,9 @@ static int run(const std::string& package, const std::string& path, double limit
   int failed = 0, number = 0;
   for (const c10::IValue& call : saved.at("calls").toListRef()) {
     const auto& pair = call.toTupleRef().elements();
+    if (pair.size() != 2) throw std::runtime_error("a call is (inputs, logits)");
     Tensors inputs = move(tensors(pair[0]));
+    if (inputs.size() < 4) throw std::runtime_error("a call has four inputs or more");
     // The package's order: ids, offsets, candidates, rows; then the tables, which it appends to; then the metadata.
     inputs.insert(inputs.begin() + 4, tables.begin(), tables.end());
     const at::Tensor expected = pair[1].toTensor().to(at::kDouble);
