@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import pandas as pd
 import torch
+from joblib import cpu_count
 from tqdm.auto import tqdm
 
 from recexp import devices
@@ -142,13 +143,11 @@ def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataF
 
     if left:
         names = device_names(sweep.devices)
-        threads = min(torch.get_num_threads(), max(1, len(os.sched_getaffinity(0)) // len(names)))
+        threads = min(torch.get_num_threads(), max(1, cpu_count() // len(names)))
         engine: Any = ray_workers if sweep.engine == "ray" else process_workers
         with (
             engine(sweep, names, cloudpickle.dumps(points[sweep.point]), sweep.seconds_per_point, threads) as workers,
-            tqdm(
-                total=len(found), initial=len(found) - len(left), desc=sweep.point, disable=quiet, smoothing=0.1
-            ) as bar,
+            tqdm(total=len(found), initial=len(found) - len(left), desc=sweep.point, disable=quiet) as bar,
             path.open("a") as journal,
             ThreadPoolExecutor(len(workers)) as pool,
         ):
