@@ -1,7 +1,5 @@
 """``dense``: embedded tokens → logits of the candidates, on the layers and the head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

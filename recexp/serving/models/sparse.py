@@ -1,7 +1,5 @@
 """``sparse``: ids → embedded tokens, on the sequence stage alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
