@@ -78,14 +78,16 @@ def _without_progress(cell: Any) -> dict[str, Any]:
 
 
 def write_report(executed: Path, quiet: bool = False) -> Path:
-    """Strip an executed notebook of what differs from run to run without meaning (times, progress), in place, and write
-    report.html beside it: one file, no scripts or styles from elsewhere (so formulas stay as they are written)."""
+    """Strip an executed notebook of what differs from run to run without meaning (times, progress, the path of its own
+    folder), in place, and write report.html beside it: one file, no scripts or styles from elsewhere (so formulas stay
+    as they are written)."""
     node = nbformat.read(executed, as_version=4)
     for part in (node, *node.cells):
         for name in ("papermill", "execution", "widgets"):
             part.metadata.pop(name, None)
     for cell in node.cells:
         cell.update(_without_progress(cell))
+        cell.source = cell.source.replace(str(executed.parent), ".")  # where papermill put the parameters
     nbformat.write(node, executed)
     quiet_log = logging.getLogger(__name__)
     quiet_log.setLevel(logging.ERROR)  # it warns of every figure that has no text in its place

@@ -41,11 +41,12 @@ def test_executes_in_this_python_and_reports_without_the_network(
     before = story.read_bytes()
     run = tmp_path / "run"
     run.mkdir()
-    report = execute(story, {"rows": 7}, run, quiet=True)
+    report = execute(story, {"rows": 7, "results_dir": str(run)}, run, quiet=True)
     assert capfd.readouterr() == ("", "")  # nothing, neither from here nor from the kernel
     html = report.read_text()
     assert report == run / "report.html"
     assert f"python {sys.executable}" in html
+    assert str(run) not in html + (run / "notebook.ipynb").read_text()  # where a run lay is nobody's business
     assert "rows 7" in html
     assert "In&nbsp;[" not in html
     assert len(re.findall(r'<img [^>]*src="data:image/png;base64,', html)) == 1
