@@ -32,6 +32,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    from recexp.experiments.sweep import points
+    from recexp.layers import attention_backends, backbones
+
+    for registry in (points, attention_backends, backbones):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
     """exported(backbone, page_size) -> a folder with model/ (a checkpoint) and model.pt2, page_size 0: without a cache.

@@ -147,9 +147,13 @@ class ExperimentConfig(Strict):
                 raise ValueError(
                     f"models.{name}.num_tasks is {model.num_tasks} for {tasks} data.tasks; make them equal"
                 )
-            for size, least, of in (("candidates", candidates, "data or measure"), ("history_pairs", pairs, "measure")):
-                if (most := getattr(model, f"max_{size}")) < least:
-                    raise ValueError(
-                        f"models.{name}.max_{size} {most} is below the {least} of {of}; raise it, or lower those"
-                    )
+            if model.max_candidates < candidates:
+                raise ValueError(
+                    f"models.{name}.max_candidates {model.max_candidates} is below the {candidates} of data or measure"
+                )
+            if model.max_history_pairs < pairs:
+                raise ValueError(
+                    f"measure.history_pairs has {pairs}, above models.{name}.max_history_pairs "
+                    f"{model.max_history_pairs}; lower it, or raise that of the model"
+                )
         return self

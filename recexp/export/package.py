@@ -43,7 +43,7 @@ class Package:
         """
         manifest, here = read_manifest(path), torch.__version__
         if manifest.torch != here:
-            raise ValueError(f"{path} was built by torch {manifest.torch}, this is {here}: export the model again")
+            raise ValueError(f"{path} was built by torch {manifest.torch}, this is torch {here}: export it again")
         where = resolve(device or manifest.device)
         if where.type != manifest.device or not _runs(manifest.capability, capability(where)):
             raise ValueError(

@@ -32,7 +32,7 @@ from recexp.experiments.numerical_diff import (
 )
 from recexp.experiments.record import load_run, to_frame
 from recexp.experiments.run import load_experiment, run_experiment
-from recexp.layers import attend, attention_backends, register_attention_backend
+from recexp.layers import attend, register_attention_backend
 from recexp.layers.attention import AttentionCall
 
 ROOT = Path(__file__).parents[2]
@@ -106,9 +106,8 @@ def test_report_has_every_section(run_folder: Path) -> None:
     assert (orders["pairs"] > 100).all() and (orders["pairs moved, %"].xs("float32", level=1) == 0).all()
 
 
-def register_off(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A backend "off", for one test: spoilt results of another."""
-    monkeypatch.setattr(attention_backends, "_entries", dict(attention_backends._entries))
+def register_off(spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A backend "off": spoilt results of another."""
 
     @register_attention_backend("off")
     def off(call: AttentionCall) -> torch.Tensor:
@@ -116,8 +115,8 @@ def register_off(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor]
         return spoil(attend(call.q, call.k, call.v, call.seq_offsets, call.num_candidates, **settings))
 
 
-def test_a_way_that_is_off_is_wrong_in_every_dtype(small, monkeypatch: pytest.MonkeyPatch) -> None:
-    register_off(monkeypatch, lambda out: torch.cat([out[..., :-4], 0.5 * out[..., -4:]], dim=-1))
+def test_a_way_that_is_off_is_wrong_in_every_dtype(small) -> None:
+    register_off(lambda out: torch.cat([out[..., :-4], 0.5 * out[..., -4:]], dim=-1))
     experiment, *_, models, probes = small
     rows, frame = compare_ways("hstu", models["hstu"], probes["hstu"], experiment.difference, quiet=True)
     table = to_frame(rows)
@@ -131,9 +130,9 @@ def test_a_way_that_is_off_is_wrong_in_every_dtype(small, monkeypatch: pytest.Mo
     assert "inf" in [text.get_text() for text in plot_verdicts(broken, "x").axes[0].texts]
 
 
-def test_operations_show_what_logits_hide(small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_show_what_logits_hide(small) -> None:
     """The norm behind HSTU's attention takes out a factor: the logits keep the rule, attention does not."""
-    register_off(monkeypatch, lambda out: 1.05 * out)
+    register_off(lambda out: 1.05 * out)
     experiment, *_, models, probes = small
     config = experiment.difference.model_copy(update={"dtypes": ["bfloat16"]})
     rows, frame = compare_ways("hstu", models["hstu"], probes["hstu"], config, quiet=True)
