@@ -67,6 +67,7 @@ def table(frame: pd.DataFrame) -> Styler:
     shared = [name for name in shown if len(shown) > 1 and shown[name].nunique(dropna=False) == 1]
     styled = shown.drop(columns=shared).style.hide(axis="index")
     styled.format(lambda value: f"{value:,.4g}" if isinstance(value, float) else f"{value}", na_rep="–")
+    styled.set_table_styles([{"selector": "td", "props": "white-space: nowrap"}])  # a row a line, long reasons too
     return styled.set_caption(in_words(dict(shown[shared].iloc[0])) if shared else "")
 
 
