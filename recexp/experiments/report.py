@@ -66,9 +66,12 @@ def execute(notebook: Path | str, parameters: Mapping[str, Any], run_dir: Path |
 
 
 def _without_progress(cell: Any) -> dict[str, Any]:
-    """A code cell's outputs without dead progress bars, and without names of files that the finished run renames."""
+    """A code cell's outputs without dead progress bars, names of files that the finished run renames, and warnings of
+    libraries, which name folders of this machine."""
     kept = []
     for output in cell.get("outputs", []):
+        if output.get("name") == "stderr":
+            continue
         if output.get("name") == "stdout":
             output.text = "".join(line for line in output.text.splitlines(True) if not line.startswith("wrote "))
         bar = "application/vnd.jupyter.widget-view+json" in output.get("data", {})

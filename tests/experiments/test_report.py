@@ -37,7 +37,7 @@ def foreign_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_executes_in_this_python_and_reports_without_the_network(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    story = notebook(tmp_path, SHOW_PYTHON, "print('rows', rows)", DRAW)
+    story = notebook(tmp_path, SHOW_PYTHON, "print('rows', rows)", "import warnings\nwarnings.warn('w')", DRAW)
     before = story.read_bytes()
     run = tmp_path / "run"
     run.mkdir()
@@ -47,7 +47,7 @@ def test_executes_in_this_python_and_reports_without_the_network(
     assert report == run / "report.html"
     assert f"python {sys.executable}" in html
     assert str(run) not in html + (run / "notebook.ipynb").read_text()  # where a run lay is nobody's business
-    assert "rows 7" in html
+    assert "rows 7" in html and "UserWarning" not in html
     assert "In&nbsp;[" not in html
     assert len(re.findall(r'<img [^>]*src="data:image/png;base64,', html)) == 1
     assert "<script" not in html
