@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,3 +106,31 @@ def request_of(user: int, pairs: int, candidates: int = 3, seed: int = 0) -> Seq
 
 def relative(tested, reference: torch.Tensor) -> float:
     return float((torch.tensor(tested) - reference).norm() / reference.norm())
+
+
+def read_metrics(server: Server) -> str:
+    with urllib.request.urlopen(server.metrics, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    """The sum of a metric's values over what the labels leave open."""
+    lines = re.findall(rf"^{name}{{(.*)}} (\S+)$", read_metrics(server), re.MULTILINE)
+    return sum(float(value) for found, value in lines if all(f'{k}="{v}"' in found for k, v in labels.items()))
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still meanwhile: a stall that is as long on a fast machine as on a slow one."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

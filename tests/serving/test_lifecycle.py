@@ -20,7 +20,7 @@ from recexp import SequenceBatch
 from recexp.serving.client import Answer, Client
 from recexp.serving.server import Server, environment, serve
 
-from .conftest import MAX_CANDIDATES, MAX_PAIRS, make_model, relative, request_of, served
+from .conftest import MAX_CANDIDATES, MAX_PAIRS, make_model, relative, request_of, served, stopped, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,15 +44,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(true, seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def slow_request(users: int = 600) -> SequenceBatch:
-    """Tens of milliseconds of work, without the cache."""
+def slow_request(users: int) -> SequenceBatch:
+    """Without the cache."""
     rows = range(users)
     items, candidates = [1] * MAX_PAIRS, [2] * MAX_CANDIDATES
     return SequenceBatch.from_lists(rows, [items] * users, [items] * users, [candidates] * users, {"age": [0] * users})
@@ -120,9 +113,13 @@ def test_what_waits_too_long_or_in_too_long_a_queue_is_refused(triton, tmp_path:
     limits = dict(num_pages=65, max_queue=6, max_batch=1, timeout_ms=60)
     with served(model, tmp_path, "ranking", **limits) as server, Client(server.grpc) as client:
         done: list[tuple[str, Answer | None]] = []
-        slow = slow_request()
-        send(client, [slow] * 30, done)
-        wait_until(lambda: len(done) == 30, 60)
+        slow = slow_request(100)
+        (stub,) = [pid for pid, command in children(server.process.pid).items() if "/ranking/1/model.py" in command]
+        with stopped(stub):
+            send(client, [slow] * 30, done)
+            wait_until(lambda: len(done) >= 20)  # one is computed, six wait
+            time.sleep(0.1)
+        wait_until(lambda: len(done) == 30)
         statuses = Counter(
             "full" if "maximum queue size" in s else "late" if "timeout" in s.lower() else s for s, _ in done
         )
@@ -149,7 +146,7 @@ with served(make_model("hstu"), Path({str(tmp_path)!r}), "sparse") as server:
     (stub,) = children(server)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not alive(server) and not alive(stub), 30)
+    wait_until(lambda: not alive(server) and not alive(stub))
 
 
 def test_a_model_that_cannot_be_loaded_says_why(triton, tmp_path: Path) -> None:
@@ -172,7 +169,7 @@ def test_a_server_stopped_while_it_loads_leaves_no_process(triton, tmp_path: Pat
     with pytest.raises(KeyboardInterrupt), served(make_model("hstu"), tmp_path, "ranking", "sparse"):
         pass
     assert stubs
-    wait_until(lambda: not any(map(alive, stubs)), 2)
+    wait_until(lambda: not any(map(alive, stubs)))
 
 
 def test_what_is_no_repository(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,7 @@ from recexp.serving.client import Client
 from recexp.serving.load import load, summarise
 from recexp.serving.server import Server, serve
 
-from .conftest import make_model, relative, request_of, served
-from .test_lifecycle import send, slow_request, wait_until
+from .conftest import make_model, metric, relative, request_of, served, stopped, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,8 @@ def test_requests_leave_by_the_clock_and_are_all_answered(hstu, log) -> None:
         assert relative(logits, model.predict(batch)) < 1e-12
     assert (frame["tier"][:8] == "miss").all() and (frame["tier"][8:] == "device").mean() > 0.8
     found = summarise(frame)
-    assert found["count"] == 120 and found["lost_share"] == 0 and 60 < found["answered_per_s"] < 120
+    assert found["count"] == 120 and found["lost_share"] == 0
+    assert found["answered_per_s"] == 120 / frame["done_s"].max() <= 120 / (119 / 100)
     assert found["p50_ms"] == frame["latency_ms"].median() <= found["p90_ms"] <= found["p99_ms"]
     uncached = load(server.grpc, log[:20], 100, cache=False)
     assert set(uncached["tier"]) == {"none"}
@@ -48,34 +49,48 @@ def test_time_and_count_are_bounds(hstu, log) -> None:
     assert len(load(hstu[1].grpc, log[:5], 50, max_seconds=60)) == 5
 
 
-def test_a_stall_is_in_the_latency_of_every_request_that_was_due_meanwhile(triton, log, tmp_path: Path) -> None:
-    """Somebody's huge request stalls the model. Who waits for answers would send one request meanwhile; here all that
-    are due leave, and each one's latency has what was left of the stall. Nor is a lost answer waited for."""
-    many = served(make_model("hstu"), tmp_path, "ranking", timeout_ms=60_000, max_queue=1000)
-    with many as server, Client(server.grpc) as other:
-        done: list = []
-        threading.Timer(0.4, send, (other, [slow_request(900)] * 6, done)).start()
-        frame = load(server.grpc, log, 100, max_seconds=10, timeout_s=60)
-        assert set(frame["status"]) == {"ok"}
-        answers = np.sort(frame["done_s"])
-        stall = int(np.diff(answers).argmax())
-        begin, end = answers[stall], answers[stall + 1]
-        meanwhile = frame[(frame["due_s"] > begin) & (frame["due_s"] < end)]
-        assert len(meanwhile) > 10 and (meanwhile["latency_ms"] >= 1e3 * (end - meanwhile["due_s"]) - 1e-6).all()
-        assert ((frame["sent_s"] > begin) & (frame["sent_s"] < end)).sum() > 5
+def answered(server: Server) -> float:
+    return metric(server, "nv_inference_request_success", model="ranking")
 
-        send(other, [slow_request(900)] * 6, done)
+
+def test_a_stall_is_in_the_latency_of_every_request_that_was_due_meanwhile(hstu, log) -> None:
+    """The server stops for half a second. Who waits for answers would send one request meanwhile; here all that are due
+    leave, and each one's latency has what was left of the stall."""
+    _, server = hstu
+    before = answered(server)
+
+    def stall() -> None:
+        wait_until(lambda: answered(server) >= before + 10)
+        with stopped(server.process.pid):
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=stall)
+    thread.start()
+    frame = load(server.grpc, log, 40, max_seconds=10, timeout_s=60)
+    thread.join()
+    assert set(frame["status"]) == {"ok"}
+    answers = np.sort(frame["done_s"])
+    at = int(np.diff(answers).argmax())
+    begin, end = answers[at], answers[at + 1]
+    assert end - begin > 0.4
+    meanwhile = frame[(frame["due_s"] > begin) & (frame["due_s"] < end)]
+    assert len(meanwhile) > 10 and (meanwhile["latency_ms"] >= 1e3 * (end - meanwhile["due_s"]) - 1e-6).all()
+    assert ((frame["sent_s"] > begin) & (frame["sent_s"] < end)).sum() > 5
+
+
+def test_a_lost_answer_is_not_waited_for(hstu, log) -> None:
+    _, server = hstu
+    with stopped(server.process.pid):
         frame = load(server.grpc, log[:4], 100, timeout_s=0.05)
-        assert frame["status"].str.contains("Deadline").all() and summarise(frame)["lost_share"] == 1
-        wait_until(lambda: len(done) == 12)
-        assert {status for status, _ in done} == {"ok"}
+    assert frame["status"].str.contains("Deadline").all() and summarise(frame)["lost_share"] == 1
+    assert set(load(server.grpc, log[:4], 100, timeout_s=60)["status"]) == {"ok"}
 
 
 def test_users_are_routed_by_their_id(triton, tmp_path: Path, log) -> None:
     """Two ranking models, each with a cache of its own, as on two GPUs."""
     names = ["ranking_0", "ranking_1"]
     model = make_model("transformer")
-    with served(model, tmp_path, *names, devices=["cpu", "cpu"]) as server:
+    with served(model, tmp_path, *names, devices=["cpu", "cpu"], timeout_ms=60_000) as server:
         frame = load(server.grpc, log, 100, models=names)
         assert set(frame["status"]) == {"ok"} and (frame["tier"] != "miss").mean() > 0.8
         with Client(server.grpc) as client:
@@ -114,7 +129,10 @@ def test_the_commands(
     triton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_model("hstu", context={}).save(tmp_path / "checkpoint").parent
-    assert call(monkeypatch, "build", folder, tmp_path / "models", "--set", "num_pages=65") == 0
+    assert (
+        call(monkeypatch, "build", folder, tmp_path / "models", "--set", "num_pages=65", "--set", "timeout_ms=60000")
+        == 0
+    )
     assert "sparse, dense, ensemble, ranking" in capsys.readouterr().out
     assert call(monkeypatch, "build", folder, tmp_path / "models") == 2
     data = tmp_path / "data.yaml"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import threading
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,23 +21,12 @@ from recexp import RankingModel, SequenceBatch
 from recexp.serving.builder import IDS
 from recexp.serving.client import Client
 
-from .conftest import MAX_CANDIDATES, NUM_ITEMS, PAGE_SIZE, make_model, relative, request_of
+from .conftest import MAX_CANDIDATES, NUM_ITEMS, PAGE_SIZE, make_model, metric, read_metrics, relative, request_of
 
 
 def join(*batches: SequenceBatch) -> SequenceBatch:
     age = torch.cat([batch.context_ids["age"] for batch in batches])
     return SequenceBatch(**{n: torch.cat([getattr(b, n) for b in batches]) for n in IDS}, context_ids={"age": age})
-
-
-def read_metrics(server) -> str:
-    with urllib.request.urlopen(server.metrics, timeout=10) as answer:
-        return answer.read().decode()
-
-
-def metric(server, name: str, **labels: str) -> float:
-    """The sum of a metric's values over what the labels leave open."""
-    lines = re.findall(rf"^{name}{{(.*)}} (\S+)$", read_metrics(server), re.MULTILINE)
-    return sum(float(value) for found, value in lines if all(f'{k}="{v}"' in found for k, v in labels.items()))
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
