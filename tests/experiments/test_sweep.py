@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -220,7 +221,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recexp(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "recexp", *arguments], text=True, stdout=PIPE, stderr=PIPE)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests that run in the background ignore Ctrl-C
+    command = [sys.executable, "-m", "recexp", *arguments]
+    return subprocess.Popen(command, text=True, stdout=PIPE, stderr=PIPE, preexec_fn=heeds)
 
 
 def next_text(path: Path, process: subprocess.Popen[str]) -> str:
