@@ -160,7 +160,8 @@ def check_compiled(rows: list[dict], version: str = plain.triton.__version__) ->
     for row in rows:
         must_not_spill = row["kernel"] == "attention_sm90" or (row["kernel"] == "attention" and row["head_dim"] <= 128)
         if row["sm"] == 90 and row["dtype"] != "float32" and must_not_spill:
-            assert row["stack"] <= (0 if version < "3.8" else 16), row  # later ones spill a little
+            few = 16 if version >= "3.8" or row["page_size"] == 8 else 0  # later ones spill a little, so do tiny pages
+            assert row["stack"] <= few, row
 
 
 @pytest.mark.parametrize("sm", [80, 90, 100, 120])
