@@ -93,7 +93,7 @@ latency[["backbone", "batch_size", "mode", "status", *numbers, "count", "error"]
 
 # %%
 if len(launches):
-    display(run.figure(graph_figures.plot_launches(launches, f"Busy and idle, {name}"), "launches"))
+    display(run.figure(graph_figures.plot_launches(launches, f"Busy and idle, tier device, {name}"), "launches"))
 launches.round(3)
 
 # %% [markdown]

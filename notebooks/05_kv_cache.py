@@ -81,10 +81,9 @@ caches = kv_cache.summarise(requests)
 run.save(caches, "caches")
 first = next(iter(models))
 pages = f"pages of {experiment.cache.page_size} tokens"
-picture = cache_figures.plot_outcomes(
-    caches[caches["model"] == first], f"Tier of {len(log):,} requests of {interactions.name}, {first}, {pages}"
-)
-display(run.figure(picture, "tiers"))
+where = devices.describe_device(device)
+title = f"Tier of {len(log):,} requests of {interactions.name}, {first}, {pages}, {where}"
+display(run.figure(cache_figures.plot_outcomes(caches[caches["model"] == first], title), "tiers"))
 caches[["model", "num_pages", "host_pages", "hit rate", "tokens saved", "MB onloaded", "MB offloaded"]].round(3)
 
 # %% [markdown]

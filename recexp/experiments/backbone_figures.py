@@ -1,14 +1,13 @@
 """What compare_backbones shows: the data, training, quality, size, and one against the other."""
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice, zip_longest
+from itertools import cycle, islice
 
 import numpy as np
 import pandas as pd
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from recexp.experiments.plots import PALETTE, Plot, cell, floats, logarithmic, note, style
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, cell, digits, floats, logarithmic, style
 
 
 @style
@@ -48,14 +47,14 @@ def plot_training(histories: Mapping[str, Sequence[Mapping[str, float]]]) -> Plo
     """Validation AUC of the averaged weights against training steps, a line a model; the kept weights are marked."""
     figure = Plot(8, 3.5)
     axes = figure.subplots()
-    for (name, history), colour in zip(histories.items(), cycle(PALETTE), strict=False):
+    for (name, history), colour, marker in zip(histories.items(), cycle(PALETTE), cycle(MARKERS), strict=False):
         steps, scores = [h["step"] for h in history], [h["validation_auc"] for h in history]
         best = int(np.argmax(scores))
-        axes.plot(steps, scores, color=colour, label=f"{name}: kept {scores[best]:.4f} at step {steps[best]:g}")
-        axes.plot(steps[best], scores[best], "o", color=colour)
+        label = f"{name}: kept {scores[best]:.4f} at step {steps[best]:g}"
+        axes.plot(steps, scores, color=colour, marker=marker, markevery=[best], label=label)
     axes.set(xlabel="training steps", ylabel="validation AUC, first task")
-    axes.legend()
-    return figure
+    figure.key()
+    return figure.titled("Training, the kept weights marked")
 
 
 @style
@@ -63,8 +62,8 @@ def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = 
     """Columns model, metric, value, and optionally seed: a panel a metric, a bar a model from chance[metric] (0 if not
     given) to the mean, its number, and the values of all seeds as dots with their range."""
     models, metrics = list(frame["model"].unique()), frame["metric"].unique()
-    figure = Plot(3.6 * len(metrics) + 1, 1.6 + 0.4 * len(models))
-    for axes, metric in zip(figure.panels(1, len(metrics), sharey=True), metrics, strict=True):
+    figure = Plot(10, 1.4 + 0.4 * len(models))
+    for axes, metric in zip(figure.panels(len(metrics)), metrics, strict=True):
         seeds = frame[frame["metric"] == metric].groupby("model")["value"].agg(["mean", "min", "max", list])
         base = chance.get(metric, 0.0)
         for i, (model, colour) in enumerate(zip(models, cycle(PALETTE), strict=False)):
@@ -74,10 +73,11 @@ def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = 
             axes.barh(i, mean - base, left=base, color=colour, alpha=0.8)
             if high > low:
                 axes.plot(values, [i] * len(values), "o-", color="black", markersize=3, linewidth=1)
-            text = f"{mean:.3f} ({low:.3f} to {high:.3f})" if high > low else f"{mean:.3f}"
-            note(axes, text, (max(high, base), i), (5, 0), va="center", ha="left")
+            text = f"{mean:.3f}\n({low:.3f} to {high:.3f})" if f"{high:.3f}" > f"{low:.3f}" else f"{mean:.3f}"
+            axes.annotate(text, (max(high, base), i), (5, 0), textcoords="offset points", va="center")
         low, high = min(seeds["min"].min(), base), max(seeds["max"].max(), base)
-        axes.set_xlim(low, high + 0.7 * (high - low) or 1)
+        axes.set_xlim(low, high + 0.9 * (high - low) or 1)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlabel(f"{metric} (bars start at chance, {base:g})" if base else metric)
         axes.set_yticks(range(len(models)), models)
         axes.axvline(base, color="black", linewidth=1)
@@ -90,13 +90,8 @@ def plot_quality(frame: pd.DataFrame, chance: Mapping[str, float], title: str = 
 def plot_sizes(frame: pd.DataFrame, title: str = "What a model costs") -> Plot:
     """Column model, and a column a quantity with its unit in the name ("KV cache, bytes per token"): a panel each."""
     quantities = [column for column in frame.columns if column != "model"]
-    columns = min(len(quantities), 3)
-    rows = -(-len(quantities) // columns)
-    figure = Plot(2.9 * columns + 0.8, (1.3 + 0.35 * len(frame)) * rows)
-    for axes, quantity in zip_longest(figure.panels(rows, columns), quantities):
-        if quantity is None:
-            axes.set_axis_off()
-            continue
+    figure = Plot(0.8 + 2.9 * min(len(quantities), 3), (1.3 + 0.35 * len(frame)) * -(-len(quantities) // 3))
+    for axes, quantity in zip(figure.panels(len(quantities)), quantities, strict=True):
         values = floats(frame[quantity])
         bars = axes.barh(frame["model"], values, color=list(islice(cycle(PALETTE), len(frame))), alpha=0.8)
         texts = [f"{x:,.0f}" if x < 1e6 else EngFormatter(places=2)(x) for x in values]
@@ -112,26 +107,27 @@ def plot_sizes(frame: pd.DataFrame, title: str = "What a model costs") -> Plot:
 def plot_tradeoffs(frame: pd.DataFrame, title: str) -> Plot:
     """Rows of ``backbones.tradeoffs``: AUC against latency, a marker a path, and against memory. A colour a layer;
     lines join its sizes."""
-    figure = Plot(11, 4.6)
-    left, right = figure.panels(1, 2, sharey=True)
+    figure = Plot(10, 4.8)
+    left, right = figure.panels(2)
     paths = dict(zip(frame["path"].unique(), ("o", "s", "^", "D"), strict=False))
     for (layer, mine), colour in zip(frame.groupby("layer", sort=False), cycle(PALETTE), strict=False):
         for path, rows in mine[mine["p50_ms"].notna()].groupby("path", sort=False):
             p10, p50, p90 = (floats(rows[column]) for column in ("p10_ms", "p50_ms", "p90_ms"))
             left.errorbar(p50, rows["AUC"], xerr=[p50 - p10, p90 - p50], marker=paths[path], color=colour, lw=1)
-            below = list(paths).index(path) % 2
-            for at in zip(p50, rows["AUC"], strict=True):
-                note(left, f"{at[0]:.3g}", at, (0, -12 if below else 6), color=colour)
+            for model, *at in zip(rows["model"], p50, rows["AUC"], strict=True):
+                figure.beside(left, f"{model} {digits(at[0])}", (at[0], at[1]), colour)
         sizes = mine.drop_duplicates("model")
-        right.plot(sizes["MB"], sizes["AUC"], "o-", color=colour, label=layer)
+        right.plot(sizes["MB"], sizes["AUC"], "o-", color=colour, label=f"layer {layer}")
         for row in sizes.to_dict("records"):
-            note(right, f"{row['model']}\n{row['AUC']:.3f}, {row['MB']:.3g} MB", (row["MB"], row["AUC"]), (0, 7))
+            text = f"{row['model']}\n{row['AUC']:.3f}, {row['MB']:.3g} MB"
+            figure.beside(right, text, (row["MB"], row["AUC"]), colour)
     for axes, column in ((left, "p50_ms"), (right, "MB")):
         values = floats(frame[column].dropna())
         logarithmic(axes.xaxis, values)
         axes.margins(0.15, 0.15)
     left.set(xlabel="latency, ms (median, p10 to p90)", ylabel="test AUC")
     right.set(xlabel="weights and 1,000 cached users, MB")
-    left.legend([Line2D([], [], ls="", marker=m, color="grey") for m in paths.values()], list(paths))
-    right.legend()
+    for path, marker in paths.items():
+        right.scatter([], [], marker=marker, color="grey", label=path)
+    figure.key()
     return figure.titled(title)

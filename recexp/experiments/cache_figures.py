@@ -5,9 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from recexp.experiments.kv_cache import OUTCOMES
-from recexp.experiments.plots import PALETTE, Plot, note, style
+from recexp.experiments.plots import MARKERS, PALETTE, PAPER, Plot, digits, style
 
-COLOURS = dict(zip(OUTCOMES, (PALETTE[2], PALETTE[0], PALETTE[5], PALETTE[1], PALETTE[4], "#BBBBBB"), strict=True))
+COLOURS = (PALETTE[2], PALETTE[0], PALETTE[5], PALETTE[1], PALETTE[4], "#BBBBBB")
+HATCHES = ("", "//", "..", "xx", "\\\\", "")
 
 
 @style
@@ -18,16 +19,19 @@ def plot_outcomes(caches: pd.DataFrame, title: str) -> Plot:
     sizes = zip(caches["num_pages"].astype(int), caches["host_pages"].astype(int), strict=True)
     names = [f"{device:,} pages" + (f" + {host:,} on the host" if host else "") for device, host in sizes]
     left = pd.Series(0.0, index=caches.index)
-    for outcome in OUTCOMES:
+    for outcome, colour, hatch in zip(OUTCOMES, COLOURS, HATCHES, strict=True):
         share = 100 * caches[outcome].astype(float)
         if not share.any():
             continue
-        bars = axes.barh(names, share, left=left, color=COLOURS[outcome], label=outcome)
-        axes.bar_label(bars, [f"{x:.1f}" if x >= 3 else "" for x in share], label_type="center")
+        bars = axes.barh(names, share, 0.55, left=left, label=outcome, color=colour, hatch=hatch, ec="white")
+        axes.bar_label(bars, [f"{x:.1f}" if x >= 3 else "" for x in share], label_type="center", bbox=PAPER)
+        for i, (at, x) in enumerate(zip(left, share, strict=True)):
+            if 0.05 <= x < 3:  # too narrow for its number
+                axes.text(at + x / 2, i - 0.32, f"{x:.1f}", ha="center")
         left += share
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="share of requests, %")
-    figure.legend(loc="outside lower center", ncols=6)
+    figure.key()
     return figure.titled(title)
 
 
@@ -36,14 +40,14 @@ def plot_copies(copies: pd.DataFrame, title: str) -> Plot:
     """Rows of ``copies``: the copy alone, and how much longer a host hit takes than a device hit, a colour a model."""
     figure = Plot(8, 4)
     axes = figure.subplots()
-    for (name, rows), colour in zip(copies.groupby("model", sort=False), PALETTE, strict=False):
+    for (name, rows), colour, marker in zip(copies.groupby("model", sort=False), PALETTE, MARKERS, strict=False):
         for column, text, line in (("extra ms", "tier host less tier device", "-"), ("copy ms", "copy alone", ":")):
-            axes.plot(rows["history pairs"], rows[column], line, marker="o", color=colour, label=f"{name}: {text}")
-        for row in rows.to_dict("records"):
-            note(axes, f"{row['extra ms']:.2g}", (row["history pairs"], row["extra ms"]), (8, 4))
+            axes.plot(rows["history pairs"], rows[column], line, marker=marker, color=colour, label=f"{name}: {text}")
+            for point in zip(rows["history pairs"], rows[column], strict=True):
+                figure.beside(axes, digits(point[1]), point, colour)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="history pairs", ylabel="ms (differences of medians)")
-    axes.legend()
+    axes.set(xlabel="history pairs", ylabel="ms (difference of medians, median)")
+    figure.key()
     return figure.titled(title)
 
 

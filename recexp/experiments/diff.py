@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from recexp.experiments.plots import PALETTE, Plot, brief, floats, in_words, logarithmic, note, style, telling
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, brief, floats, in_words, logarithmic, style, telling
 from recexp.experiments.record import SHAPES, SavedRun, load_run
 
 KEYS = ("backbone", "backend", "dtype", "mode", "tier", *SHAPES)
@@ -70,20 +70,20 @@ def compare_runs(a: SavedRun, b: SavedRun) -> pd.DataFrame:
 @style
 def plot_diff(found: pd.DataFrame, title: str) -> Plot:
     """Change against the time in a, with its noise; the twelve points farthest from 1, beyond noise, are named."""
-    figure = Plot(11, 5)
+    figure = Plot(10, 5)
     axes = figure.subplots()
     timed = found[found["change"].notna()]
     keys = telling(timed, KEYS)
-    for verdict, rows in timed.groupby("verdict"):
+    for (verdict, rows), marker in zip(timed.groupby("verdict"), MARKERS, strict=False):
         noise = [rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]]
         text, ms = f"{verdict}: {len(rows)} points", rows["p50_ms_a"].astype(float)
-        axes.errorbar(ms, rows["change"], noise, fmt="o", elinewidth=1, color=COLOURS[str(verdict)], label=text)
+        axes.errorbar(ms, rows["change"], noise, fmt=marker, elinewidth=1, color=COLOURS[str(verdict)], label=text)
     far = timed[timed["verdict"].isin(["slower", "faster"])]
     far, names = far.loc[np.log(far["change"]).abs().nlargest(12).index], []
     for i, row in enumerate(far.to_dict("records"), 1):
         name = in_words({key: row[key] for key in keys if pd.notna(row[key])})
         names.append(textwrap.fill(f"{i}: {row['change']:.3g}, {name}", 45))
-        note(axes, str(i), (row["p50_ms_a"], row["change"]), (6, 0), ha="left", va="center")
+        axes.annotate(str(i), (row["p50_ms_a"], row["change"]), (6, 0), textcoords="offset points", va="center")
     axes.axhline(1, color="black", linewidth=0.8)
     logarithmic(axes.xaxis, floats(timed["p50_ms_a"]), 1)
     if len(timed):

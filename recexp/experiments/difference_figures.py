@@ -6,58 +6,57 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from recexp.experiments.plots import PALETTE, Plot, brief, note, style
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, brief, style
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
 COLOURS = dict(zip(DTYPES, ("#000000", *PALETTE[0:4:3], *PALETTE[1:3]), strict=True))
+SHAPES = dict(zip(DTYPES, MARKERS, strict=False))
 
 
 @style
 def plot_verdicts(differences: pd.DataFrame, title: str) -> Plot:
-    """Logits of every pair as a share of what the rule allows, a panel a model, a dot a dtype, the largest with its
-    number; beyond the line at 1 the rule is broken. Equal bit for bit: at the left edge; infinitely far off: at the
+    """Logits of every pair as a share of what the rule allows, a panel a model, a mark a dtype, the largest's number at
+    the right; beyond the line at 1 the rule is broken. Equal bit for bit: at the left edge; infinitely far off: at the
     right one."""
     logits = differences[differences["layer"] == "model"].sort_values("kind", kind="stable")
     share = (logits["looked_at"] / logits["limit"]).fillna(0)  # 0 of 0
     logits = logits.assign(share=share, pair=logits["kind"] + ": " + logits["tested"])
     models, pairs = list(logits["model"].unique()), list(logits["pair"].unique())
     edge, end = share.where(share > 0, 1).min() / 3, 3 * max(1, share.where(share < np.inf, 1).max())
-    figure = Plot(3.5 + 4.2 * len(models), 1.7 + 0.24 * len(pairs))
-    for axes, model in zip(figure.panels(1, len(models)), models, strict=True):
+    figure = Plot(10, 1.7 + 0.22 * len(pairs))
+    for axes, model in zip(figure.panels(len(models)), models, strict=True):
         mine = logits[logits["model"] == model].assign(at=lambda frame: frame["share"].clip(edge, end))
         for dtype in (dtype for dtype in COLOURS if dtype in set(logits["dtype"])):
             some = mine[mine["dtype"] == dtype]
-            axes.plot(some["at"], some["pair"].map(pairs.index), "o", color=COLOURS[dtype], alpha=0.8, label=dtype)
-        for pair, at in mine.groupby("pair")["at"].max().items():
-            note(
-                axes,
-                "0" if at == edge else "inf" if at == end else f"{at:.2g}",
-                (at, pairs.index(str(pair))),
-                (6, -3),
-                ha="left",
-            )
+            at, colour = some["pair"].map(pairs.index), COLOURS[dtype]
+            axes.plot(some["at"], at, SHAPES[dtype], color=colour, alpha=0.8, label=dtype)
+        largest = mine.groupby("pair")["at"].max().reindex(pairs).dropna()
+        texts = ["0" if at == edge else "inf" if at == end else f"{at:.2g}" for at in largest]
+        axes.secondary_yaxis("right").set_yticks([pairs.index(pair) for pair in largest.index], texts)
         axes.axvline(1, color="#CC0000")
         axes.set(xscale="log", title=model, xlabel="difference, as a share of the limit", xlim=(edge / 2, None))
         axes.set_yticks(range(len(pairs)), pairs)
     axes.set_ylim(len(pairs) - 0.5, -0.5)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
-    return figure.titled(title)
+    figure.key()
+    return figure.titled(f"{title} (at the right: the largest)")
 
 
 @style
 def plot_growth(stream: pd.DataFrame, title: str) -> Plot:
-    """The error of the residual stream against layers, a panel a model, a line a dtype, its last value beside it."""
+    """The error of the residual stream against layers, a panel a model, a line a dtype, its ends in numbers."""
     models = list(stream["model"].unique())
-    figure = Plot(2 + 4.2 * len(models), 4)
-    for axes, model in zip(figure.panels(1, len(models)), models, strict=True):
+    figure = Plot(10, 4)
+    for axes, model in zip(figure.panels(len(models)), models, strict=True):
         for dtype, line in stream[stream["model"] == model].groupby("dtype", sort=False):
-            layers, last = line["layer"].astype(int) + 1, line["error"].iloc[-1]
-            axes.plot(layers, line["error"], "o-", color=COLOURS[str(dtype)], label=dtype)
-            note(axes, f"{last:.1e}", (layers.iloc[-1], last), (6, -3), ha="left")
-        axes.set(yscale="log", xlabel="layers", ylabel="error against float64, ‖a − r‖ / ‖r‖", title=model)
-        axes.margins(x=0.15)
+            layers, error, look = line["layer"].astype(int) + 1, line["error"], str(dtype)
+            axes.plot(layers, error, color=COLOURS[look], marker=SHAPES[look], label=dtype)
+            for end in (0, -1):
+                figure.beside(axes, f"{error.iloc[end]:.1e}", (layers.iloc[end], error.iloc[end]), COLOURS[look])
+        axes.set(yscale="log", xlabel="layers", title=model)
+        axes.margins(0.1, 0.1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    figure.axes[0].set_ylabel("error against float64, ‖a − r‖ / ‖r‖")
+    figure.key()
     return figure.titled(title)
 
 
@@ -66,15 +65,16 @@ def plot_rankings(rankings: pd.DataFrame, title: str) -> Plot:
     """Rows of ``rankings``, without float64: a panel a quantity, a bar a model and dtype, with its number."""
     shown = rankings[rankings["dtype"] != "float64"]
     quantities = [column for column in map(str, shown) if column.endswith((", %", "change"))]
-    figure = Plot(3 + 2.3 * len(quantities), 1.4 + 0.3 * len(shown))
-    for axes, quantity in zip(figure.panels(1, len(quantities)), quantities, strict=True):
+    figure = Plot(10, 1 + (0.6 + 0.22 * len(shown)) * -(-len(quantities) // 3))
+    for axes, quantity in zip(figure.panels(len(quantities)), quantities, strict=True):
         colours = [COLOURS[dtype] for dtype in shown["dtype"]]
         bars = axes.barh(list(shown["model"] + ", " + shown["dtype"]), shown[quantity], color=colours)
         axes.bar_label(bars, [f"{value:.2g}" for value in shown[quantity]], padding=3)
         axes.margins(x=0.5)
         axes.set_xlabel(quantity)
         axes.xaxis.set_major_locator(MaxNLocator(3))
-    axes.invert_yaxis()
+        axes.xaxis.set_major_formatter("{x:g}")
+    figure.axes[0].invert_yaxis()
     return figure.titled(title)
 
 

@@ -19,7 +19,7 @@ from recexp.config import ExperimentConfig
 from recexp.data.interactions import Interactions
 from recexp.devices import describe_device
 from recexp.experiments.measure import achieved, ceilings, measure, measure_undisturbed
-from recexp.experiments.plots import PALETTE, Plot, floats, plain, style
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, digits, floats, plain, style
 from recexp.experiments.record import row, to_frame
 from recexp.model import RankingModel
 
@@ -140,35 +140,39 @@ def through_model(
 @style
 def plot_lookups(frame: pd.DataFrame, streams: Streams, title: str) -> Plot:
     """Left the time of a lookup, a line a table; right what a table takes and how far its rows are from float32."""
-    figure, timed = Plot(11, 4.2), frame[frame["status"] == "ok"]
-    left, right = figure.panels(1, 2, sharey=False)
-    for (table, part), colour in zip(timed.groupby("table", sort=False), cycle(PALETTE), strict=False):
+    figure, timed = Plot(10, 4.2), frame[frame["status"] == "ok"]
+    (left, right), groups = figure.panels(2, sharey=False), timed.groupby("table", sort=False)
+    for (table, part), colour, marker in zip(groups, cycle(PALETTE), cycle(MARKERS + "<>h"), strict=False):
         low, middle, high = (floats(part[name]) for name in ("p10_ms", "p50_ms", "p90_ms"))
         at = [list(streams).index(name) for name in part["keys"]]
-        left.errorbar(at, middle, [middle - low, high - middle], label=str(table), color=colour, marker="o")
+        left.errorbar(at, middle, [middle - low, high - middle], label=str(table), color=colour, marker=marker, ls="")
+        left.plot(at[:-1], middle[:-1], color=colour)  # the last are of no exponent
+        for point in zip(at, middle, strict=True) if len(groups) <= 4 else ():
+            figure.beside(left, digits(point[1]), point, colour)
         device, host, error = (part[name].iloc[0] for name in ("device_bytes", "host_bytes", "error"))
         where = f", {host / (device + host):.0%} on the host" if host else ""
         bars = right.barh(str(table), (device + host) / 2**20, color=colour)
-        right.bar_label(bars, [f"{f'error {error:.2%}' if error else 'exact'}{where}"], padding=3)
-    left.set(yscale="log", xlabel="keys", ylabel=f"ms, {timed['num_tokens'].iloc[0]:,} keys (median, p10 to p90)")
+        exact = f"error {error:.2%}" if error else "exact"
+        right.bar_label(bars, [f"{digits((device + host) / 2**20)} MiB, {exact}{where}"], padding=3)
+    left.set(yscale="log", ylabel=f"ms, {timed['num_tokens'].iloc[0]:,} keys (median, p10 to p90)")
     left.set_xticks(range(len(streams)), list(streams))
+    left.set_xlabel("keys: Zipf's law by exponent, or a log")
     plain(left.yaxis)
-    left.legend()
-    right.set_xlabel("MiB")
-    right.margins(x=0.35)
+    right.set_xlabel("memory of the table, MiB")
+    right.margins(x=0.6)
     right.invert_yaxis()
-    figure.suptitle(title)
-    return figure
+    figure.key()
+    return figure.titled(title)
 
 
 @style
 def plot_hits(static: pd.DataFrame, frame: pd.DataFrame, title: str) -> Plot:
     """Lines: ``static_hits``. Markers: what engines with a cache report, the colour the keys'."""
     figure = Plot(9, 4.5)
-    (axes,) = figure.panels(1, 1)
+    (axes,) = figure.panels(1)
     colours = dict(zip(static["keys"].unique(), cycle(PALETTE), strict=False))
-    for name, part in static.groupby("keys", sort=False):
-        axes.plot(part["cache_ratio"], 100 * part["hit_rate"], color=colours[name], label=name)
+    for (name, part), line in zip(static.groupby("keys", sort=False), cycle(("-", "--", "-.", ":")), strict=False):
+        axes.plot(part["cache_ratio"], 100 * part["hit_rate"], color=colours[name], ls=line, label=name)
     caching = frame[(frame["status"] == "ok") & (frame["cache_ratio"] < 1)]
     for (engine, part), marker in zip(caching.groupby("engine", sort=False), cycle("osD^v"), strict=False):
         part = part[part["hit_rate"].notna()]
@@ -176,10 +180,10 @@ def plot_hits(static: pd.DataFrame, frame: pd.DataFrame, title: str) -> Plot:
         axes.scatter(part["cache_ratio"], 100 * part["hit_rate"], c=colour, marker=marker, label=label)
     if caching.empty:
         axes.plot([], [], " ", label="no engine here has a cache")
-    axes.set(xscale="log", xlabel="cached rows / rows", ylabel="keys found in the cache, %", ylim=(0, 102), title=title)
+    axes.set(xscale="log", xlabel="cached rows / rows", ylabel="keys found in the cache, %", ylim=(0, 102))
     axes.xaxis.set_major_formatter("{x:g}")
-    figure.legend(loc="outside right upper")
-    return figure
+    figure.key()
+    return figure.titled(title)
 
 
 def sentences(frame: pd.DataFrame, static: pd.DataFrame, through: pd.DataFrame) -> list[str]:

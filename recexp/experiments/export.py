@@ -18,7 +18,7 @@ from recexp.config import ExperimentConfig, ModelConfig
 from recexp.experiments.compare import difference, equal
 from recexp.experiments.latency import in_dtype, model_columns, other_newest, reference_of
 from recexp.experiments.measure import measure_undisturbed
-from recexp.experiments.plots import PALETTE, Plot, floats, style
+from recexp.experiments.plots import PALETTE, Plot, digits, floats, style
 from recexp.experiments.record import row, to_frame
 from recexp.export.build import Manifest, export
 from recexp.export.package import Package
@@ -110,26 +110,23 @@ def _point(
 
 @style
 def plot_ways(frame: pd.DataFrame, title: str) -> Plot:
-    """Rows of results of one history length: a panel a batch size, in it a bar a backbone and way, with p10 to p90."""
-    ways, names = list(dict.fromkeys(zip(frame["mode"], frame["tier"], strict=True))), frame["backbone"].unique()
-    batches, width = list(frame.groupby("batch_size")), 0.8 / len(ways)
-    figure = Plot(1 + 2 * len(names) * len(batches), 4)
-    for axes, (batch_size, part) in zip(figure.panels(1, len(batches), sharey=False), batches, strict=True):
-        for i, ((mode, tier), colour) in enumerate(zip(ways, PALETTE, strict=False)):
-            rows = part[(part["mode"] == mode) & (part["tier"] == tier)]
-            p10, p50, p90 = (floats(rows[c]) for c in ("p10_ms", "p50_ms", "p90_ms"))
-            at = np.arange(len(names)) + (i - (len(ways) - 1) / 2) * width
-            bars = axes.bar(at, p50, width, color=colour, label=f"{mode}, tier {tier}", yerr=[p50 - p10, p90 - p50])
-            axes.bar_label(bars, [f"{x:.3g}" for x in p50], fontsize=6.5, padding=2)
-            for x in at[np.isnan(p50)]:
-                axes.text(x, 0, " wrong", fontsize=6.5, rotation=90, ha="center")
-        axes.set_xticks(range(len(names)), names)
-        axes.set(ylabel="latency, ms (median, p10 to p90)", title=f"batch of {batch_size}")
-        axes.grid(visible=False, axis="x")
-        axes.margins(y=0.1)
-    figure.suptitle(title, wrap=True)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(ways), fontsize=7)
-    return figure
+    """Rows of results of one history length: a panel a batch size, in it a bar a backbone and way, with p10 to p90; the
+    number is the median."""
+    frame = frame.assign(way=frame["mode"] + ", tier " + frame["tier"])
+    colours = dict(zip(frame["way"].unique(), PALETTE, strict=False))
+    names, batches = frame["backbone"] + ": " + frame["way"], list(frame.groupby("batch_size"))
+    figure = Plot(10, 1.2 + 0.26 * names.nunique())
+    for axes, (batch_size, rows) in zip(figure.panels(len(batches)), batches, strict=True):
+        p10, p50, p90 = (floats(rows[c]) for c in ("p10_ms", "p50_ms", "p90_ms"))
+        bars = axes.barh(names[rows.index], p50, color=rows["way"].map(colours), xerr=[p50 - p10, p90 - p50])
+        axes.bar_label(bars, [digits(x) if x > 0 else "" for x in p50], padding=3)
+        for name in names[rows.index][np.isnan(p50)]:
+            axes.text(0, name, " wrong", va="center")
+        axes.set(xlabel="latency, ms (median, p10 to p90)", title=f"batch of {batch_size}")
+        axes.grid(visible=False, axis="y")
+        axes.margins(x=0.15)
+    figure.axes[0].invert_yaxis()
+    return figure.titled(title)
 
 
 def sentences(frame: pd.DataFrame, artefacts: pd.DataFrame) -> list[str]:

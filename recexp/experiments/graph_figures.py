@@ -6,42 +6,49 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 
-from recexp.experiments.plots import PALETTE, Plot, note, style
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, cell, digits, style
 
 
 @style
 def plot_launches(launches: pd.DataFrame, title: str) -> Plot:
-    """A bar a point: time the device computes, and on top the time it idles; the number of launches above."""
-    names = list(launches["backbone"].unique())
-    figure = Plot(3 + 0.3 * len(launches), 4)
-    for axes, name in zip(figure.panels(1, len(names)), names, strict=True):
-        mine = launches[launches["backbone"] == name].reset_index(drop=True)
-        axes.bar(mine.index, mine["busy_ms"], color=PALETTE[0], label="kernels and copies")
+    """A bar a point: time the device computes, then the time it idles; beside it the median and the launches."""
+    ways = launches["batch_size"].astype(str) + ", " + launches["mode"]
+    groups = list(launches.assign(way=ways).groupby("backbone", sort=False))
+    figure = Plot(10, 1.6 + 0.2 * ways.nunique())
+    for axes, (name, mine) in zip(figure.panels(len(groups)), groups, strict=True):
+        axes.barh(mine["way"], mine["busy_ms"], color=PALETTE[0], label="kernels and copies")
         idle = (mine["p50_ms"] - mine["busy_ms"]).clip(lower=0)
-        bars = axes.bar(mine.index, idle, bottom=mine["busy_ms"], color=PALETTE[4], label="idle")
-        axes.bar_label(bars, mine["launches"].astype(str))
-        axes.set_xticks(mine.index, list(mine["mode"] + ", " + mine["batch_size"].astype(str)), rotation=60, ha="right")
-        axes.set_title(name)
-    figure.axes[0].set_ylabel("ms a call")
-    figure.axes[0].legend()
-    return figure.titled(f"{title}; above the bars: launches; below: mode, users")
+        bars = axes.barh(mine["way"], idle, left=mine["busy_ms"], color=PALETTE[4], hatch="///", label="idle")
+        texts = zip(mine["p50_ms"].map(digits), mine["launches"], strict=True)
+        axes.bar_label(bars, [f"{ms} ({count})" for ms, count in texts], padding=3)
+        axes.set(title=name, xlabel="median ms a call (launches)", xlim=(0, 1.35 * launches["p50_ms"].max()))
+    figure.axes[0].invert_yaxis()
+    figure.axes[0].set_ylabel("users, mode")
+    figure.key()
+    return figure.titled(title)
 
 
 @style
 def plot_memory(shared: pd.DataFrame, alone: pd.DataFrame, title: str) -> Plot:
-    """MB of every bucket: captured alone, and what it adds to the shared pool, largest first."""
-    figure = Plot(2 + 0.28 * len(shared), 4)
-    axes = figure.subplots()
-    both = shared.merge(alone, on=["batch_size", "num_tokens"], suffixes=("", "_alone"))
-    for offset, column, text in ((-0.2, "memory_bytes_alone", "a pool each"), (0.2, "memory_bytes", "one pool")):
-        total = f"{text}: {both[column].sum() / 1e9:.2f} GB together"
-        axes.bar(both.index + offset, both[column] / 1e6, 0.4, label=total, color=PALETTE[offset > 0])
-    names = both["batch_size"].astype(str) + " x " + (both["num_tokens"] // both["batch_size"]).astype(str)
-    axes.set_xticks(both.index, list(names), rotation=90)
-    axes.set(xlabel="bucket, users x tokens a user", ylabel="MB by which the pool grew")
-    axes.legend()
-    return figure.titled(title)
+    """MB by which a pool grows, users × tokens a user: buckets captured alone, and all in one pool, largest first."""
+    frames = [frame.assign(tokens=frame["num_tokens"] // frame["batch_size"]) for frame in (alone, shared)]
+    users, tokens = (sorted(frames[0][column].unique()) for column in ("batch_size", "tokens"))
+    figure = Plot(10, 1.5 + 0.3 * len(users))
+    most = max(frame["memory_bytes"].max() for frame in frames)
+    for axes, frame, text in zip(figure.panels(2), frames, ("a pool each", "one pool"), strict=True):
+        for batch, length, size in zip(frame["batch_size"], frame["tokens"], frame["memory_bytes"], strict=True):
+            face = to_hex(colormaps["Blues"](0.6 * (size / most) ** 0.5))
+            cell(axes, tokens.index(length), users.index(batch), face, f"{size / 1e6:,.0f}")
+        axes.set(title=f"{text}: {frame['memory_bytes'].sum() / 1e9:.2f} GB together", xlabel="tokens a user")
+        axes.set_xticks(range(len(tokens)), [f"{length:,}" for length in tokens])
+        axes.set_yticks(range(len(users)), users)
+        axes.autoscale(tight=True)
+        axes.grid(False)
+    figure.axes[0].set_ylabel("users")
+    return figure.titled(f"{title}: MB by which the pool grew, a bucket a cell")
 
 
 @style
@@ -49,14 +56,14 @@ def plot_padding(frame: pd.DataFrame, title: str) -> Plot:
     """Rows of ``padding``: the share of computed tokens that pads against the number of buckets, a line a spacing."""
     figure = Plot(7, 3.6)
     axes = figure.subplots()
-    for (spacing, rows), colour in zip(frame.groupby("spacing", sort=False), PALETTE, strict=False):
-        axes.plot(rows["buckets"], 100 * rows["padding"], "o-", color=colour, label=f"sizes: {spacing}")
+    for (spacing, rows), colour, marker in zip(frame.groupby("spacing", sort=False), PALETTE, MARKERS, strict=False):
+        axes.plot(rows["buckets"], 100 * rows["padding"], color=colour, marker=marker, label=f"sizes: {spacing}")
         for count, share in zip(rows["buckets"], rows["padding"], strict=True):
-            note(axes, f"{100 * share:.0f}", (count, 100 * share), (6, 4))
+            figure.beside(axes, f"{100 * share:.0f}", (count, 100 * share), colour)
     axes.set(xlabel="token counts a batch size has", ylabel="padding, % of computed tokens")
     axes.set_ylim(0, 115 * frame["padding"].max() or 1)
     axes.set_xticks(sorted(frame["buckets"].unique()))
-    axes.legend()
+    figure.key()
     return figure.titled(title)
 
 

@@ -10,7 +10,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, to_hex
 from matplotlib.patches import Rectangle
 
-from recexp.experiments.plots import PALETTE, Plot, cell, floats, note, style
+from recexp.experiments.plots import MARKERS, PALETTE, PAPER, Plot, cell, digits, floats, style
 
 ROW = ["backbone", "backend", "batch_size", "cached_tokens"]  # what page sizes compete in
 
@@ -59,19 +59,20 @@ def plot_pages(frame: pd.DataFrame, title: str) -> Plot:
     frame["slow"] = frame["p50_ms"] / frame.groupby(ROW)["p50_ms"].transform("min")
     most = float(np.clip(np.nanmax(floats(frame["slow"]), initial=0), 1.25, 4))
     colours = ScalarMappable(LogNorm(1, most), "YlGnBu")
-    width = (1.6 + 0.55 * len(sizes)) * len(backends) + 1.2
-    notes = "\n".join(textwrap.fill(f"{letter}: {reason}", int(15 * width)) for reason, letter in letters.items())
-    figure = Plot(width, 1.8 + 0.36 * len(rows) + 0.16 * len(notes.splitlines()))
-    panels = figure.panels(1, len(backends))
+    width = max(10, 2 + 0.9 * len(sizes))
+    notes = "\n".join(textwrap.fill(f"{letter}: {reason}", int(13 * width)) for reason, letter in letters.items())
+    height = (0.8 + 0.33 * len(rows)) * -(-len(backends) // 2)
+    figure = Plot(width, 1 + height + 0.16 * len(notes.splitlines()))
+    panels = figure.panels(len(backends), 2)
     for point in frame.to_dict("records"):
         axes, x = panels[backends.index(point["backend"])], sizes.index(point["page_size"])
         y = rows.index((point["batch_size"], point["cached_tokens"]))
         if pd.isna(point["p50_ms"]):
             axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#999999", hatch="///"))
-            note(axes, letters[point["reason"]], (x, y), (0, -3))
+            axes.text(x, y, letters[point["reason"]], ha="center", va="center", bbox=PAPER)
             continue
         face = to_hex(colours.cmap(np.log(point["slow"]) / np.log(most)))
-        cell(axes, x, y, face, f"{point['p50_ms']:.3g}", "white" if point["slow"] ** 2 > most else "black")
+        cell(axes, x, y, face, digits(point["p50_ms"]), "white" if point["slow"] ** 2 > most else "black")
         if point["slow"] == 1:
             axes.add_patch(Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, fill=False, edgecolor=PALETTE[1], lw=2))
     for axes, backend in zip(panels, backends, strict=True):
@@ -79,13 +80,13 @@ def plot_pages(frame: pd.DataFrame, title: str) -> Plot:
         axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
         axes.grid(False)
     panels[0].set_yticks(range(len(rows)), [f"{batch_size} × {cached:,}" for batch_size, cached in rows])
-    panels[0].set_ylabel("users × cached tokens")
-    bar = figure.colorbar(colours, ax=panels, label="times as slow as the row's best")
+    for axes in panels[::2]:
+        axes.set_ylabel("users × cached tokens")
+    bar = figure.colorbar(colours, ax=panels, label="times as slow as the row's best", aspect=40, pad=0.01)
     bar.ax.yaxis.set_major_formatter("{x:.3g}")
     bar.ax.yaxis.set_minor_formatter("{x:.3g}")
-    figure.suptitle(title)
-    figure.supxlabel(notes, fontsize=7, x=0.01, ha="left")
-    return figure
+    figure.supxlabel(notes, fontsize=8, x=0.01, ha="left")
+    return figure.titled(title)
 
 
 @style
@@ -96,18 +97,16 @@ def plot_costs(frame: pd.DataFrame, title: str) -> Plot:
     rows = rows[rows["batch_size"] == rows["batch_size"].max()]
     rows = rows[(rows[ROW[:2]] == rows[ROW[:2]].iloc[0]).all(axis=1)]
     values = {"wasted slots, %": 100 * rows["wasted_share"], "allocation, µs a call": rows["allocate_us"]}
-    values["to the host and back, µs per 1,000 tokens"] = 1e3 * rows["host_copy_us"] / rows["page_size"]
-    figure, sizes = Plot(12, 3.8), sorted(rows["page_size"].unique())
-    for axes, (name, column) in zip(figure.panels(1, 3, sharey=False), values.items(), strict=True):
+    values["to the host and back,\nµs per 1,000 tokens"] = 1e3 * rows["host_copy_us"] / rows["page_size"]
+    figure, sizes = Plot(10, 3.8), sorted(rows["page_size"].unique())
+    for axes, (name, column) in zip(figure.panels(3, sharey=False), values.items(), strict=True):
         for i, (cached, mine) in enumerate(rows.groupby("cached_tokens")):
             at, ys = floats(mine["page_size"]), floats(column[mine.index])
-            axes.plot(at, ys, "o-", color=PALETTE[i], label=f"{cached:,} cached tokens")
-            for x, y in zip(at, ys, strict=True):  # numbers of one line above its points, of others below
-                text = f"{y:.3g}" if y < 100 else f"{y:,.0f}"
-                note(axes, text, (x, y), (0, -11 if i else 5), color=PALETTE[i])
+            axes.plot(at, ys, color=PALETTE[i], marker=MARKERS[i], label=f"{cached:,} cached tokens")
+            for point in zip(at, ys, strict=True):
+                figure.beside(axes, digits(point[1]), point, PALETTE[i])
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set(xlabel="page size, tokens", ylabel=name, ylim=(-0.1 * column.max(), 1.15 * column.max()))
-    figure.axes[0].legend(loc="upper left")
-    figure.suptitle(f"{title}, {rows['batch_size'].iloc[0]} users")
-    return figure
+    figure.key()
+    return figure.titled(f"{title}, {rows['batch_size'].iloc[0]} users")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import matplotlib
@@ -20,31 +19,77 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.text import Annotation
 from matplotlib.ticker import LogLocator
+from matplotlib.transforms import Bbox
 from pandas.io.formats.style import Styler
 
 from recexp.experiments.record import SHAPES
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")  # Okabe and Ito
 SERIES = ("device", "backbone", "backend", "dtype", "mode", "tier", *SHAPES)
+MARKERS = "osD^vPX*"  # a series is told apart by them too, not by its colour alone
 PAPER = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}  # behind a number that crosses a line
+PLACES = ((0, 6), (0, -6), (6, 6), (-6, 6), (6, -6), (-6, -6), (8, 0), (-8, 0))  # points away
 style = matplotlib.rc_context({  # decorates what draws; nobody else's figures change
-    "font.size": 8, "axes.titlesize": 9, "figure.titlesize": 10, "axes.grid": True, "grid.alpha": 0.3,
-    "axes.axisbelow": True, "lines.markersize": 5, "errorbar.capsize": 3,
+    "font.size": 8, "axes.titlesize": 9, "figure.titlesize": 10, "legend.fontsize": 8, "axes.grid": True,
+    "grid.alpha": 0.3, "axes.axisbelow": True, "lines.markersize": 5, "errorbar.capsize": 3,
 })  # fmt: skip
 
 
 class Plot(Figure):
-    """A figure that a notebook shows as it is, without pyplot."""
+    """A figure that a notebook shows as it is, without pyplot. Wider than 10 inches it would shrink in a report, and
+    its text, of 8 points, with it."""
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), layout="constrained")
+        self.numbers: list[Annotation] = []
 
-    def panels(self, rows: int, columns: int, sharey: bool = True) -> list[Axes]:
-        return list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
+    def panels(self, count: int, columns: int = 3, sharey: bool = True) -> list[Axes]:
+        rows, columns = -(-count // columns), min(count, columns)
+        found = list(self.subplots(rows, columns, squeeze=False, sharey=sharey).flat)
+        for spare in found[count:]:
+            spare.remove()
+        return found[:count]
+
+    def key(self) -> None:
+        """One legend of all panels, below them, where it hides nothing."""
+        pairs = (pair for axes in self.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True))
+        entries = {label: handle for handle, label in pairs}
+        widest = max((len(line) for label in entries for line in label.split("\n")), default=0)
+        columns = min(len(entries), int(15 * self.get_figwidth() / (widest + 6)) or 1)
+        self.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
+
+    def beside(self, axes: Axes, text: str, at: tuple[float, float], color: str) -> None:
+        """A number that ``titled`` puts beside its point, if it hides nothing there; tables have those left out."""
+        options: dict[str, Any] = {"textcoords": "offset points", "color": color, "bbox": PAPER, "in_layout": False}
+        self.numbers.append(axes.annotate(text, at, (0, 0), **options))
 
     def titled(self, title: str) -> Plot:
-        self.suptitle(title, wrap=True)
+        """Comes last. Numbers at the ends of lines are placed first, and of one x the upper before the lower."""
+        self.suptitle("\n".join(textwrap.fill(line, int(13 * self.get_figwidth())) for line in title.split("\n")))
+        self.draw_without_rendering()
+        for axes in self.axes:
+            paths = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
+            points = np.concatenate([np.zeros((0, 2)), *(np.asarray(path.vertices) for path in paths)])
+            taken = [Bbox([point, point]).padded(self.dpi / 18) for point in points]  # half a marker, and a little
+            paths = [path for path, line in zip(paths, axes.lines, strict=True) if line.get_linestyle() != "None"]
+            paths += [bars.get_transform().transform_path(p) for bars in axes.collections for p in bars.get_paths()]
+            mine = [(text, *axes.transData.transform(text.xy).round()) for text in self.numbers if text.axes is axes]
+            foot, middle = dict[float, float](), sum(axes.bbox.intervalx) / 2
+            for text, at, _ in sorted(mine, key=lambda it: (-abs(it[1] - middle), -it[2])):
+                for x, y in PLACES:
+                    text.set(position=(x, y), ha=("center", "left", "right")[np.sign(x)])
+                    text.set_va(("center", "bottom", "top")[np.sign(y)])
+                    box = text.get_window_extent()
+                    inside = (axes.bbox.min <= box.min).all() and (box.max <= axes.bbox.max).all()
+                    hides = box.count_overlaps(taken) or any(path.intersects_bbox(box, filled=False) for path in paths)
+                    if inside and not hides and box.y0 <= foot.get(at, box.y0):
+                        taken.append(box)
+                        foot[at] = box.y0
+                        break
+                else:
+                    text.set_visible(False)
         return self
 
     @style
@@ -54,11 +99,6 @@ class Plot(Figure):
     def _repr_png_(self) -> bytes:
         self.savefig(buffer := io.BytesIO(), format="png", dpi=100)
         return buffer.getvalue()
-
-
-def note(axes: Axes, text: str, at: tuple[float, float], by: tuple[float, float], **options: Any) -> None:
-    """A small text beside a point, ``by`` so many points, readable across lines."""
-    axes.annotate(text, at, by, textcoords="offset points", fontsize=7, **({"bbox": PAPER, "ha": "center"} | options))
 
 
 def table(frame: pd.DataFrame) -> Styler:
@@ -82,16 +122,13 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency", panels: bo
         raise ValueError(f"nothing to draw: no row has {x} and either a time or a reason for none")
     parts = [part for _, part in frame.groupby(["mode", "tier"], sort=False, dropna=False)] if panels else [frame]
     columns = len(parts) if len(parts) < 4 else 2
-    rows = -(-len(parts) // columns)
-    figure = Plot(8, 5) if len(parts) == 1 else Plot(4 * columns + 1, 4 * rows)
+    figure = Plot(8, 5) if len(parts) == 1 else Plot(10, 1 + 3.7 * -(-len(parts) // columns))
     at, times = np.unique(floats(frame[x])), floats(frame["p50_ms"].dropna())
-    fixed, order = _fixed(frame, x), {name: i for i, name in enumerate(frame["backbone"].unique())}
-    for axes, part in zip_longest(figure.panels(rows, columns), parts):
-        if part is None:
-            axes.set_axis_off()
-            continue
-        _draw_latency(axes, part, x, order)
-        axes.set(xlabel=x.replace("_", " "), ylabel="latency, ms (median, p10 to p90)")
+    varying, fixed = telling(frame, SERIES, [x, "mode", "tier"] if panels else [x]), _fixed(frame, x)
+    order: dict = {}  # a series looks the same in every panel
+    for axes, part in zip(figure.panels(len(parts), columns), parts, strict=True):
+        _draw_latency(figure, axes, part, x, varying, order)
+        axes.set(xlabel=x.replace("_", " "))
         logarithmic(axes.xaxis, at)
         logarithmic(axes.yaxis, times)
         if len(at) <= 12:
@@ -99,10 +136,14 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency", panels: bo
             axes.set_xticks([], minor=True)
         if not len(times):
             axes.set_yticks([])
-        axes.margins(x=0.1)
+        axes.margins(0.1, 0.1)
         if len(parts) > 1:
             own = {name: value for name, value in _fixed(part, x).items() if name not in fixed}
-            axes.set_title(textwrap.fill(in_words(own), 60))
+            axes.set_title(textwrap.fill(in_words(own), 100 // columns))
+    for axes in figure.axes[::columns]:
+        axes.set_ylabel("latency, ms (median, p10 to p90)")
+    if varying or frame["p50_ms"].isna().any():
+        figure.key()
     counts = " to ".join(str(n) for n in sorted({frame["count"].min(), frame["count"].max()} - {pd.NA}))
     runs = f"{counts} runs a point" if counts else "nothing was timed"
     return figure.titled(f"{title}\n{in_words(fixed)}, {runs}")
@@ -124,28 +165,24 @@ def telling(frame: pd.DataFrame, names: Iterable[str], within: Sequence[str] = (
     return found
 
 
-def _draw_latency(axes: Axes, frame: pd.DataFrame, x: str, order: Mapping[Any, int]) -> None:
-    varying = telling(frame, SERIES, [x])
+def _draw_latency(figure: Plot, axes: Axes, frame: pd.DataFrame, x: str, varying: list[str], order: dict) -> None:
     groups = list(frame.groupby(varying, dropna=False, sort=False)) if varying else [((), frame)]
-    for i, (key, group) in enumerate(groups):
-        at_colour = order[key[0]] if varying == ["backbone"] else i  # it has the same colour in every panel
-        name, colour = in_words(dict(zip(varying, key, strict=True))), PALETTE[at_colour % len(PALETTE)]
+    for key, group in groups:
+        name = in_words(dict(zip(varying, key, strict=True)))
+        i = order.setdefault(name, len(order))
+        colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
         timed, lost = group[group["p50_ms"].notna()], group[group["p50_ms"].isna()]
         at, p10, p50, p90 = (floats(timed[column]) for column in (x, "p10_ms", "p50_ms", "p90_ms"))
         if len(timed):
-            line = ("-", "--", ":")[at_colour // len(PALETTE) % 3]
-            axes.errorbar(at, p50, [p50 - p10, p90 - p50], label=name, color=colour, ls=line, marker="o")
-        for value, middle in zip(at, p50, strict=True) if len(groups) <= 4 else ():
-            others = floats(frame.loc[frame[x] == value, "p50_ms"].dropna())
-            above = middle > others.mean() or (middle == others.mean() and i == 0)  # labels keep apart
-            note(axes, f"{middle:.3g}", (value, middle), (0, 7 if above else -12), color=colour)
+            line = ("-", "--", ":")[i // len(PALETTE) % 3]
+            axes.errorbar(at, p50, [p50 - p10, p90 - p50], label=name, color=colour, ls=line, marker=marker)
+        for point in zip(at, p50, strict=True) if len(groups) <= 4 else ():
+            figure.beside(axes, digits(point[1]), point, colour)
         for status, some in lost.groupby("status"):
             reasons = "; ".join(some["reason"].dropna().map(brief).unique())
             foot = np.full(len(some), 0.02 + 0.03 * i)
-            label = textwrap.fill(f"{name} {status}: {reasons}".strip(), 50)
+            label = textwrap.fill(f"{name} {status}: {reasons}".strip(), 45)
             axes.plot(floats(some[x]), foot, "x", color=colour, label=label, transform=axes.get_xaxis_transform())
-    if varying or frame["p50_ms"].isna().any():
-        axes.legend()
 
 
 @style
@@ -157,19 +194,19 @@ def plot_error_heatmap(frame: pd.DataFrame, title: str = "Relative difference, â
     positive = values[np.isfinite(values) & (values > 0)]
     norm = LogNorm(*(positive.min() / 2, positive.max() * 2) if positive.size else (1e-16, 1))
     scale = ScalarMappable(norm, "cividis")
-    figure = Plot(2.5 + 0.75 * len(operations), 1.9 + 0.42 * len(layers))
+    figure = Plot(max(6, 2.2 + 0.455 * len(operations)), 2.6 + 0.25 * len(layers))
     axes = figure.subplots()
     for layer, operation, value in zip(frame["layer"], frame["operation"], values, strict=True):
         face, text = ("#BBBBBB", "n/a") if np.isnan(value) else ("#CC0000", "inf") if value else ("white", "0")
         if np.isfinite(value) and value:
-            face, text = to_hex(scale.cmap(norm(value))), f"{value:.1e}"
+            face, text = to_hex(scale.cmap(norm(value))), f"{value:.1e}".replace("e-0", "e-")
         ink = "white" if np.isinf(value) or (value > 0 and norm(value) < 0.5) else "black"
         cell(axes, operations.index(operation), layers.index(layer), face, text, ink)
     axes.set(xlim=(-0.5, len(operations) - 0.5), ylim=(len(layers) - 0.5, -0.5), xlabel="operation", ylabel="layer")
-    axes.set_xticks(range(len(operations)), operations, rotation=40, ha="right")
+    axes.set_xticks(range(len(operations)), operations, rotation=40, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(len(layers)), [f"layer {name}" if name.isdigit() else name for name in layers])
     axes.grid(False)
-    figure.colorbar(scale, ax=axes, label="relative difference")
+    figure.colorbar(scale, ax=axes, label="relative difference", location="bottom", aspect=60)
     return figure.titled(title)
 
 
@@ -183,6 +220,11 @@ def in_words(values: Mapping[str, object]) -> str:
 def brief(reason: str) -> str:
     """The first line of a reason, at most 200 characters."""
     return reason.partition("\n")[0][:200]
+
+
+def digits(value: float) -> str:
+    """Three digits that count, zeros among them."""
+    return f"{value:,.0f}" if value >= 100 or not value else f"{value:#.3g}"
 
 
 def floats(column: pd.Series) -> np.ndarray:
@@ -205,4 +247,4 @@ def logarithmic(axis: Axis, values: np.ndarray, beyond: float = 8) -> None:
 
 def cell(axes: Axes, x: int, y: int, face: str, text: str, ink: str = "black") -> None:
     axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=face, edgecolor="white"))
-    axes.text(x, y, text, ha="center", va="center", fontsize=7, color=ink)
+    axes.text(x, y, text, ha="center", va="center", color=ink)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from recexp.batch import SequenceBatch
-from recexp.experiments.plots import PALETTE, Plot
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, style
 from recexp.serving.client import Answer, Client
 
 
@@ -75,15 +75,15 @@ def summarise(frame: pd.DataFrame) -> dict[str, float]:
     return found | {f"p{q}_ms": float(good["latency_ms"].quantile(q / 100)) for q in (10, 50, 90, 99)}
 
 
+@style
 def plot_load(frame: pd.DataFrame, title: str) -> Plot:
-    """Every request of a frame of ``load``: its latency over the time it was due, a colour a tier, lost ones black."""
+    """Every request of a frame of ``load``: its latency over the time it was due, a mark a tier, lost ones black."""
     figure = Plot(8, 4)
     axes = figure.subplots()
     tiers = frame["tier"].mask(frame["status"] != "ok", "lost")
     for i, (tier, rows) in enumerate(frame.groupby(tiers)):
-        colour, marker = ("black", "x") if tier == "lost" else (PALETTE[i], ".")
-        axes.plot(rows["due_s"], rows["latency_ms"], marker, color=colour, label=str(tier))
+        colour, marker = ("black", "x") if tier == "lost" else (PALETTE[i], MARKERS[i])
+        axes.plot(rows["due_s"], rows["latency_ms"], marker, ms=3, color=colour, label=str(tier))
     axes.set(xlabel="due, s", ylabel="latency, ms, from when a request was due", yscale="log")
-    axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=8)
-    return figure
+    figure.key()
+    return figure.titled(title)

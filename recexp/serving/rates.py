@@ -7,10 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from matplotlib.ticker import LogLocator
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -19,7 +17,7 @@ from recexp.config import ExperimentConfig
 from recexp.experiments.compare import LIMITS, difference
 from recexp.experiments.latency import model_columns
 from recexp.experiments.measure import Latency
-from recexp.experiments.plots import PALETTE, Plot
+from recexp.experiments.plots import PALETTE, Plot, digits, floats, plain, style
 from recexp.experiments.record import row, to_frame
 from recexp.model import RankingModel
 from recexp.serving.builder import build
@@ -76,28 +74,28 @@ def _row(frame: pd.DataFrame, expected: Sequence[Tensor], columns: Mapping[str, 
     return row("ok", latency=latency, error=error, **columns)
 
 
+@style
 def plot_rates(points: pd.DataFrame, title: str) -> Plot:
-    """Rows of ``rates``, a panel a backbone: median and p99 against the rate, and the share of requests lost."""
-    figure, groups, rates = Plot(9, 4.5), points.groupby("backbone", sort=False), sorted(points["rate"].unique())
-    for axes, (name, rows) in zip(figure.subplots(1, len(groups), sharey=True, squeeze=False)[0], groups, strict=True):
+    """Rows of ``rates``, a panel a backbone: median, p10 to p90, and p99 against the rate; the share that was lost."""
+    figure, groups, rates = Plot(10, 4.5), points.groupby("backbone", sort=False), sorted(points["rate"].unique())
+    for axes, (name, rows) in zip(figure.panels(len(groups)), groups, strict=True):
         for tier, colour, label in (("mixed", PALETTE[0], "cached"), ("none", PALETTE[1], "uncached")):
             some = rows[rows["tier"] == tier]
-            for column, line, what in (("p50_ms", "o-", "median"), ("p99_ms", "^:", "p99")):
-                values = some[column].to_numpy(float, na_value=np.nan)
-                axes.plot(some["rate"], values, line, color=colour, label=f"{label}, {what}")
-            for at in some[(some["lost_share"] > 0) & some["p50_ms"].notna()].itertuples():
-                text, options = f"{at.lost_share:.0%} lost", {"textcoords": "offset points", "ha": "center"}
-                axes.annotate(text, (at.rate, at.p50_ms), (0, 6), fontsize=8, color=colour, **options)
+            p10, p50, p90, p99 = (floats(some[column]) for column in ("p10_ms", "p50_ms", "p90_ms", "p99_ms"))
+            spread, what = [p50 - p10, p90 - p50], f"{label}, median, p10 to p90"
+            axes.errorbar(some["rate"], p50, spread, color=colour, marker="os"[tier == "none"], label=what)
+            axes.plot(some["rate"], p99, ":", marker="^v"[tier == "none"], color=colour, label=f"{label}, p99")
+            lost = [f" ({share:.0%} lost)" if share else "" for share in some["lost_share"]]
+            for rate, middle, text in zip(some["rate"], p50, lost, strict=True):
+                figure.beside(axes, f"{digits(middle)}{text}", (rate, middle), colour)
         axes.set(xscale="log", yscale="log", xlabel="requests a second", title=name)
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.set_xticks([], minor=True)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.grid(alpha=0.3)
+        plain(axes.yaxis)
+        axes.margins(x=0.15)
     figure.axes[0].set_ylabel("latency, ms, from when a request was due")
-    axes.legend(fontsize=8)
-    figure.suptitle(title, fontsize=9)
-    return figure
+    figure.key()
+    return figure.titled(title)
 
 
 def sentences(points: pd.DataFrame) -> list[str]:

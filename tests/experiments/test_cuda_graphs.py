@@ -90,12 +90,13 @@ def test_figures_and_words_of_a_gpu_run() -> None:
         for m, n, busy, p50 in points
     ]
     figure = plot_launches(pd.DataFrame(rows), "Busy and idle, a GPU")
-    heights = [bar.get_height() for bars in figure.axes[0].containers[:2] for bar in bars]
-    assert np.allclose(heights, [0.6, 0.6, 1.4, 0.1])
+    widths = [bar.get_width() for bars in figure.axes[0].containers[:2] for bar in bars]
+    assert np.allclose(widths, [0.6, 0.6, 1.4, 0.1])
     report = pd.DataFrame({"batch_size": [2, 1], "num_tokens": [20, 10], "memory_bytes": [10**9, 0]})
     figure = plot_memory(report, report.assign(memory_bytes=[10**9, 5 * 10**8]), "Memory")
-    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert labels == ["a pool each: 1.50 GB together", "one pool: 1.00 GB together"]
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["a pool each: 1.50 GB together", "one pool: 1.00 GB together"]
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [["1,000", "500"], ["1,000", "0"]]
     made = report.assign(backbone="hstu", mode="graph", segments=1, capture_ms=[1500.0, 500.0])
     said = " ".join(sentences(pd.DataFrame(rows), made))
     assert "graph 0.700 ms (2.86 times as fast)" in said and "2 buckets were captured in 2.0 s" in said

@@ -120,5 +120,5 @@ def test_rows_on_the_host_are_told_apart() -> None:
     streams = {"zipf 0": torch.zeros(1), "zipf 1": torch.zeros(1)}
     frame = pd.DataFrame([row | {"keys": keys} for row in (resident, cached) for keys in streams])
     right = plot_lookups(frame, streams, "").axes[1]
-    assert [text.get_text() for text in right.texts] == ["exact", "error 10.00%, 75% on the host"]
+    assert [text.get_text() for text in right.texts] == ["1.00 MiB, exact", "4.00 MiB, error 10.00%, 75% on the host"]
     assert [bar.get_width() for bar in right.patches] == [1, 4]

@@ -177,7 +177,7 @@ def test_the_map_hatches_what_was_refused_and_frames_the_best() -> None:
     framed = [patch.get_x() for patch in left.patches if patch.get_linewidth() == 2]
     assert framed == [pytest.approx(1 - 0.46)] and not any(patch.get_hatch() for patch in left.patches)
     assert [patch.get_x() for patch in right.patches if patch.get_hatch()] == [-0.5]
-    assert [text.get_text() for text in left.texts] == ["2", "1", "1.1", "1.3"]
+    assert [text.get_text() for text in left.texts] == ["2.00", "1.00", "1.10", "1.30"]
     assert right.texts[0].get_text() == "a" and figure.get_supxlabel() == "a: page_size is not even"
     assert plot_pages(frame(a=[None, None]), "Nothing").axes[0].texts[0].get_text() == "a"
 
