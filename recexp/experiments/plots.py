@@ -67,7 +67,7 @@ class Plot(Figure):
 
     def titled(self, title: str) -> Plot:
         """Comes last. Numbers at the ends of lines are placed first, and of one x the upper before the lower."""
-        self.suptitle("\n".join(textwrap.fill(line, int(13 * self.get_figwidth())) for line in title.split("\n")))
+        self.suptitle("\n".join(wrapped(line, int(13 * self.get_figwidth())) for line in title.split("\n")))
         self.draw_without_rendering()
         for axes in self.axes:
             paths = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
@@ -139,7 +139,7 @@ def plot_latency(frame: pd.DataFrame, x: str, title: str = "Latency", panels: bo
         axes.margins(0.1, 0.1)
         if len(parts) > 1:
             own = {name: value for name, value in _fixed(part, x).items() if name not in fixed}
-            axes.set_title(textwrap.fill(in_words(own), 100 // columns))
+            axes.set_title(wrapped(in_words(own), 100 // columns))
     for axes in figure.axes[::columns]:
         axes.set_ylabel("latency, ms (median, p10 to p90)")
     if varying or frame["p50_ms"].isna().any():
@@ -208,6 +208,12 @@ def plot_error_heatmap(frame: pd.DataFrame, title: str = "Relative difference, â
     axes.grid(False)
     figure.colorbar(scale, ax=axes, label="relative difference", location="bottom", aspect=60)
     return figure.titled(title)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most ``width`` letters, none of which ends inside a phrase between commas, if it has any."""
+    phrases = text.replace(" ", "\xa0").replace(",\xa0", ", ") if ", " in text else text
+    return textwrap.fill(phrases, width, break_long_words=False).replace("\xa0", " ")
 
 
 def in_words(values: Mapping[str, object]) -> str:
