@@ -35,6 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def registries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
+    import recexp.experiments.page_sizes  # noqa: F401  whose kind of points is no test's
     from recexp.experiments.sweep import points
     from recexp.layers import attention_backends, backbones
 

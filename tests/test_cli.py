@@ -20,6 +20,7 @@ from recexp.experiments.workers import hold
 
 ROOT = Path(__file__).parents[1]
 QUICK = ROOT / "configs/experiments/compare_backbones_quick.yaml"
+PAGES = ROOT / "configs/experiments/page_sizes_quick.yaml"
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -77,6 +78,9 @@ def test_list_and_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         (["run", str(QUICK), "--engine", "ray"], "sweep.point"),
         (["run", str(QUICK), "--resume", "none.partial"], "no configuration file none.partial/config.yaml"),
         (["rerun", "none"], "none is not a whole run"),
+        (["run", str(PAGES), "--set", "sweep.grid.page_size=[9223372036854775808]"], "less than 9223372036854775808"),
+        (["run", str(PAGES), "--dry-run", "--set", "sweep.devices=[gpu]"], "'gpu' is not a device"),
+        (["run", str(PAGES), "--dry-run", "--set", "sweep.devices=['cpu:-1']"], "'cpu:-1' is not a device"),
         (["seeds", str(QUICK), "--set", "data.dataset=movielens"], "needs folder"),
     ],
 )
@@ -120,6 +124,29 @@ def test_a_failed_run_is_exit_code_1_and_leaves_no_run(
     err = capsys.readouterr().err
     assert "cell [3]" in err and "ZeroDivisionError" in err
     assert [p.suffix for p in (tmp_path / "results/story").iterdir()] == [".partial"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("x = 1\ndeff y", "SyntaxError: invalid syntax (story.ipynb, cell 2 (tagged backbone), line 2)"),
+        ("\nnothing", "NameError: name 'nothing' is not defined (story.ipynb, cell 2 (tagged backbone), line 2)"),
+        ("import json\njson.loads('')", "(story.ipynb, cell 2 (tagged backbone), line 2)"),
+        ("raise SystemExit(0)", "SystemExit: 0 (story.ipynb, cell 2 (tagged backbone), line 1)"),
+        ("x = 1", "unknown backbone 'mine'; known: hstu, transformer"),
+    ],
+)
+def test_a_backbone_of_ones_own_that_fails_is_told_with_its_line(
+    cell: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_story(tmp_path, cell)
+    story = nbformat.read(tmp_path / "story.ipynb", as_version=4)
+    story.cells[1].metadata["tags"] = ["backbone"]
+    nbformat.write(story, tmp_path / "story.ipynb")
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, "run", str(config), "--set", "models.m.backbone=mine") == 2
+    assert message in capsys.readouterr().err
+    assert not Path("results").exists()
 
 
 def test_a_notebook_that_cannot_be_told_its_run_is_refused(
@@ -177,6 +204,11 @@ def test_rerun_of_an_older_schema_says_whose_it_is(
     assert "dtypes" in config and call(monkeypatch, "rerun", str(saved)) == 2
     err = capsys.readouterr().err
     assert "unknown key 'dtypes'" in err and f"git revision {manifest['environment']['git_revision']}" in err
+
+
+def test_dry_run_counts_a_device_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "run", str(PAGES), "--dry-run", "--set", "sweep.devices=[cpu, cpu]") == 0
+    assert "40 points, 16 refused by cpu; 1 at a time\n" in capsys.readouterr().out
 
 
 def test_dry_run_for_an_assumed_device(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from recexp.registry import nearest
 
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, lt=2**63, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
 Counts = Annotated[list[Count], Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 import yaml
@@ -101,6 +103,20 @@ def validate(model: type[Model], values: dict[str, Any], what: str) -> Model:
             for e in error.errors()
         )
         raise ValueError(f"{what}:\n" + "\n".join(lines)) from error
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Make all that the user's own code raises, a syntax error or an exit too, a ValueError of ``what`` with the line:
+    that in a file called so, else the innermost."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        frames = extract_tb(error.__traceback__)
+        at = ([frame for frame in frames if frame.filename == what] or frames)[-1]
+        known = isinstance(error, SyntaxError) or at.filename.startswith("<")  # its text says it; not found by Python
+        where = "" if known else f" ({Path(at.filename).name}, line {at.lineno})"
+        raise ValueError(f"{what}: {type(error).__name__}: {error}{where}") from error
 
 
 def _given(error: Any) -> str:

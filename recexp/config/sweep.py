@@ -26,7 +26,7 @@ class SweepConfig(Strict):
     devices: Annotated[list[str], Field(min_length=1)] = [
         "auto"
     ]  # auto: every CUDA device, else the CPU; cpu:0, cpu:1, … pretend to be several
-    seconds_per_point: Positive = 300.0
+    seconds_per_point: Annotated[Positive, Field(le=1e7)] = 300.0
     address: str | None = None  # of a Ray cluster; None: one is started on this machine
 
     @model_validator(mode="after")

@@ -45,10 +45,10 @@ class _Actor(Worker):
 
 @contextmanager
 def ray_workers(sweep: SweepConfig, names: list[str], *arguments: Any) -> Iterator[list[RemoteWorker]]:
-    """A worker for every GPU of the cluster at sweep.address, or of one that is started on this machine until the end.
+    """A worker for every free GPU of the cluster at sweep.address, or of one that runs on this machine until the end.
 
     Pretended devices (cpu:0, cpu:1) are GPUs to Ray and the CPU to the points. RuntimeError without the extra
-    ``cluster`` or without GPUs in the cluster.
+    ``cluster``, without a cluster at the address, or without a free GPU in it.
     """
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # every listener on the loopback address
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -58,11 +58,19 @@ def ray_workers(sweep: SweepConfig, names: list[str], *arguments: Any) -> Iterat
         raise RuntimeError("sweep.engine ray needs the extra: pip install 'recexp[cluster]'") from error
     count = len(names)  # of CPUs too: Ray starts a process for each at once, and actors take those
     local: dict[str, Any] = {} if sweep.address else {"num_gpus": count, "num_cpus": count, "include_dashboard": False}
-    ray.init(sweep.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
     try:
-        count = int(ray.cluster_resources().get("GPU", 0))
-        if not count:
-            raise RuntimeError(f"the cluster at {sweep.address} has no GPU; start its nodes with --num-gpus")
+        ray.init(sweep.address or "local", log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ValueError, OSError, ray.exceptions.RayError) as error:
+        raise RuntimeError(
+            f"no Ray cluster to be had at sweep.address {sweep.address}: {error}; an address is host:port or auto, and "
+            "a cluster that wants a token is reached with RAY_AUTH_MODE=token"
+        ) from error
+    try:
+        if sweep.address:
+            known, count = (int(each().get("GPU", 0)) for each in (ray.cluster_resources, ray.available_resources))
+            if not count:  # an actor that gets none would wait without end
+                way = "wait for others to be done" if known else "start its nodes with --num-gpus"
+                raise RuntimeError(f"the cluster at {sweep.address} has {known} GPUs and none free; {way}")
         cuda = sweep.devices == ["auto"] and (sweep.address or names[0].startswith("cuda"))
         yield [RemoteWorker(not cuda, *arguments) for _ in range(count)]
     finally:

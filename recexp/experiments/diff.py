@@ -44,7 +44,7 @@ def compare_runs(a: SavedRun, b: SavedRun) -> pd.DataFrame:
     left, right = (frame.assign(repeat=frame.groupby(keys, dropna=False).cumcount()) for frame in frames)
     right = right[[*keys, "repeat", *SHOWN]]  # the other's backend is none of its columns where it is no key
     found = left[right.columns].merge(right, "outer", [*keys, "repeat"], suffixes=("_a", "_b"), indicator="where")
-    if len(found) and not (found["where"] == "both").any():
+    if not (found["where"] == "both").any():
         raise ValueError(f"{a.path} and {b.path} have no point in common: they were run with other configurations")
     elsewhere = (found["device_a"] != found["device_b"]).fillna(True)
     slower = found["p50_ms_b"] / found["p50_ms_a"]

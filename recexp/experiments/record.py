@@ -54,7 +54,7 @@ def row(status: str, *, latency: Latency | None = None, **columns: Any) -> dict[
             raise ValueError(f"unknown {name} {values[name]!r}; {nearest(str(values[name]), list(known))}")
     numbers = {name: values[name] for name in COLUMNS if name not in TEXTS and values[name] is not None}
     for name, x in numbers.items():
-        if not isinstance(x, Real) or x < 0 or (name in INTEGERS and x % 1):  # NaN has a rest, too
+        if not isinstance(x, Real) or x < 0 or (name in INTEGERS and (x % 1 or x // 2**63)):  # NaN has a rest, too
             raise ValueError(f"{name} must be a {'whole ' * (name in INTEGERS)}number from 0 on, got {x!r}")
     timed = [name for name in TIMES if name != "peak_memory_bytes" and name in numbers]
     if status != "ok" and timed:
@@ -174,8 +174,9 @@ def load_run(path: Path | str) -> SavedRun:
         raise ValueError(f"{path} is not a whole run: {'it was never finished' if path.is_dir() else 'no such folder'}")
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        version, files = manifest["schema_version"], manifest["files"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        version, files = manifest["schema_version"] + 0, {**manifest["files"]}
+        _ = manifest["experiment"], manifest["environment"]["versions"], manifest["environment"]["git_revision"]
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}/manifest.json is damaged: {error!r}") from None
     if version > SCHEMA_VERSION:
         raise ValueError(f"{path} has schema version {version}, this recexp reads up to {SCHEMA_VERSION}: update it")

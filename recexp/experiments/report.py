@@ -36,9 +36,14 @@ class ThisPython(AsyncKernelManager):
         return KernelSpec(**get_kernel_dict())
 
 
+def _literal(path: Path | str) -> str:
+    """For papermill, which fills in what stands in braces."""
+    return str(path).replace("{", "{{").replace("}", "}}")
+
+
 def check_parameters(notebook: Path | str, parameters: Mapping[str, Any]) -> None:
     """ValueError for a parameter that the notebook's cell tagged "parameters" does not set."""
-    known = list(papermill.inspect_notebook(str(notebook)))
+    known = list(papermill.inspect_notebook(_literal(notebook)))
     for name in parameters:
         if name not in known:
             raise ValueError(f"{Path(notebook).name} has no parameter {name!r}; {nearest(name, known)}")
@@ -54,7 +59,7 @@ def execute(notebook: Path | str, parameters: Mapping[str, Any], run_dir: Path |
     executed = Path(run_dir) / "notebook.ipynb"
     try:
         papermill.execute_notebook(
-            str(notebook), str(executed), dict(parameters), progress_bar=not quiet, kernel_name="python3",
+            _literal(notebook), _literal(executed), dict(parameters), progress_bar=not quiet, kernel_name="python3",
             language="python", kernel_manager_class=ThisPython,
         )  # fmt: skip
     except papermill.PapermillExecutionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import torch
 
 from recexp import devices
 from recexp.config import DataConfig, ExperimentConfig, load_config
+from recexp.config.load import blaming
 from recexp.data import load_interactions, make_splits
 from recexp.data.interactions import Interactions
 from recexp.data.requests import Splits
@@ -41,9 +43,11 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = (), here: bool 
     if here and not config.sweep:  # whose own devices are asked for when points run
         devices.resolve(config.device)
     if any(model.backbone not in backbones for model in config.models.values()):
-        for cell in nbformat.read(find_above(Path(path).parent, config.notebook), as_version=4).cells:
+        notebook = find_above(Path(path).parent, config.notebook)
+        for number, cell in enumerate(nbformat.read(notebook, as_version=4).cells, 1):
             if "backbone" in cell.metadata.get("tags", []):
-                exec(cell.source, {"__name__": config.notebook.stem})
+                with blaming(what := f"{notebook}, cell {number} (tagged backbone)"):
+                    exec(compile(cell.source, what, "exec"), {"__name__": config.notebook.stem})
     for model in config.models.values():
         check_names(model)
     return config
@@ -118,7 +122,8 @@ def run_experiment(
             execute(notebook, {"config": str(kept), "run_dir": str(run.path), "quiet": quiet}, run.path, quiet)
         except BaseException:
             if config.sweep:
-                print(f"to go on from here: recexp run {kept} --resume {run.path}", file=sys.stderr)
+                again = shlex.join(["recexp", "run", str(kept), "--resume", str(run.path)])
+                print(f"to go on from here: {again}", file=sys.stderr)
             raise
     finished = run.finish()
     print(f"report: {finished / 'report.html'}")
@@ -163,7 +168,7 @@ def dry_run(path: Path, overrides: Sequence[str] = (), results: Path = Path("res
     sweep = config.sweep
     if sweep is None:
         raise ValueError(f"{path} has no sweep, so there are no points to print")
-    names = device_names(["auto"]) if sweep.devices == ["auto"] else sweep.devices
+    names = device_names(sweep.devices, here=False)
     here = torch.device(names[0]) if names[0].startswith("cpu") or torch.cuda.is_available() else None
     planned = plan(sweep, profile_of(assume) if assume else here)
     todo = int((planned["refused"] == "").sum())

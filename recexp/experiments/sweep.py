@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from recexp import devices
 from recexp.config import SweepConfig
 from recexp.config.base import Strict
-from recexp.config.load import validate
+from recexp.config.load import blaming, validate
 from recexp.experiments.cluster import ray_workers
 from recexp.experiments.record import COLUMNS, row, to_frame
 from recexp.experiments.workers import process_workers
@@ -66,20 +66,20 @@ def register_point(
 def kind_of(sweep: SweepConfig) -> PointKind:
     """The kind of a sweep's points, its modules imported; ValueError with the nearest known one."""
     for module in (*(f"recexp.experiments.{name}" for name in MODULES), *sweep.modules):
-        try:
+        with blaming(f"sweep.modules {module!r} (installed, or on PYTHONPATH?)"):
             import_module(module)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"sweep.modules {module!r}: {error}; install it, or set PYTHONPATH") from error
     return points[sweep.point]
 
 
-def device_names(wanted: list[str]) -> list[str]:
-    """Devices of a sweep by name: "auto" is every CUDA device, else the CPU. ValueError for one that is not there."""
+def device_names(wanted: list[str], here: bool = True) -> list[str]:
+    """Devices of a sweep by name: "auto" is every CUDA device, else the CPU. ValueError for one that is none, or, if
+    points are to run here, is not there."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     same = {"auto": [f"cuda:{i}" for i in range(count)] or ["cpu"], "cuda": ["cuda:0"]}
     names = list(dict.fromkeys(name for given in wanted for name in same.get(given, [given])))
     for name in names:
-        devices.resolve(name)
+        if here or not name.startswith("cuda"):
+            devices.resolve(name)
     return names
 
 
@@ -100,9 +100,12 @@ def expand(sweep: SweepConfig) -> list[dict[str, Any]]:
             inner[last] = deepcopy(value)
         found[key_of(point)] = point
     frame = pd.json_normalize(list(found.values()))
-    for condition in sweep.where:
+    for condition in sweep.where if found else []:
         try:
-            frame = frame.query(condition)
+            met = frame.eval(condition)
+            if not isinstance(met, pd.Series) or met.dtype != bool:
+                raise TypeError("it is neither true nor false of a point")
+            frame = frame[met]
         except Exception as error:
             raise ValueError(f"sweep.where {condition!r}: {error}; known: {', '.join(frame.columns)}") from error
     if not len(frame):
@@ -112,10 +115,12 @@ def expand(sweep: SweepConfig) -> list[dict[str, Any]]:
 
 def points_left(sweep: SweepConfig, folder: Path | None) -> dict[str, Strict]:
     """The points that the journal in ``folder`` does not have, by ``key_of``. ValueError for an unknown kind, a point
-    that is none, and, where points are left, a device that is not here."""
+    that is none or could not be a row, and, where points are left, a device that is not here."""
     kind, done = kind_of(sweep), read_journal(folder / JOURNAL) if folder else {}
     found = {key_of(values): validate(kind.config, values, name_of(sweep, values)) for values in expand(sweep)}
     left = {key: point for key, point in found.items() if key not in done}
+    for point in left.values():
+        row(**columns_of(point) | {"status": "failed", "reason": "so that it could be told"})
     if left:
         device_names(sweep.devices)
     return left
@@ -138,8 +143,8 @@ def run_sweep(sweep: SweepConfig, folder: Path, quiet: bool = False) -> pd.DataF
             answer = worker.run(values)
         finally:
             idle.put(worker)
-        columns = {name: value for name, value in point.model_dump(mode="json").items() if name in COLUMNS}
-        return {"point": values, "seconds": round(time.monotonic() - begin, 3), "row": row(**(columns | answer))}
+        finished = row(**columns_of(point) | answer)
+        return {"point": values, "seconds": round(time.monotonic() - begin, 3), "row": finished}
 
     if left:
         names = device_names(sweep.devices)
@@ -176,6 +181,10 @@ def plan(sweep: SweepConfig, where: torch.device | devices.DeviceProfile | None)
         point = validate(kind.config, values, name_of(sweep, values))
         planned.append({**varying(sweep, values), "refused": kind.refuses(point, where) or "" if where else ""})
     return pd.DataFrame(planned)
+
+
+def columns_of(point: Strict) -> dict[str, Any]:
+    return {name: value for name, value in point.model_dump(mode="json").items() if name in COLUMNS}
 
 
 def key_of(values: dict[str, Any]) -> str:

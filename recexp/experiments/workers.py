@@ -161,6 +161,7 @@ def _run_point(packed: bytes, values: dict[str, Any]) -> tuple[dict[str, Any], b
     except (MemoryError, torch.OutOfMemoryError) as error:
         return {"status": "out of memory", "reason": str(error) or "host memory"}, True
     except BaseException as error:  # whatever a point raises, SystemExit and KeyboardInterrupt too
-        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}, True
+        status = "out of memory" if "DefaultCPUAllocator" in str(error) else "failed"  # a plain RuntimeError
+        return {"status": status, "reason": f"{type(error).__name__}: {error}"}, True
     gc.collect()
     return answer, device.type == "cuda" and torch.cuda.memory_allocated(device) > LEFT_BYTES

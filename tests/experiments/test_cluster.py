@@ -52,6 +52,21 @@ def test_crash_and_hang_cost_only_themselves_on_two_devices(tmp_path: Path, monk
     assert set(rows["device_id"]) == {"cpu:0", "cpu:1"}
 
 
+def test_a_cluster_that_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not waited for without end, as an actor without a free GPU is."""
+    import ray
+
+    sweep = SweepConfig(point="task", base={"page_size": 1}, engine="ray", devices=["cpu"], address="nowhere")
+    with pytest.raises(RuntimeError, match=r"sweep.address nowhere: Invalid address.*host:port.*RAY_AUTH_MODE=token"):
+        run_sweep(sweep, tmp_path, quiet=True)
+    monkeypatch.setattr(ray, "init", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 1.0})
+    for known, told in ((2.0, "has 2 GPUs and none free; wait for others"), (0.0, "0 GPUs .* with --num-gpus")):
+        monkeypatch.setattr(ray, "cluster_resources", lambda known=known: {"GPU": known})
+        with pytest.raises(RuntimeError, match=told):
+            run_sweep(sweep, tmp_path, quiet=True)
+
+
 def test_ray_gives_devices_out_itself() -> None:
     with pytest.raises(ValueError, match=r"\['cuda:1'\]: Ray gives GPUs out; use auto and CUDA_VISIBLE_DEVICES"):
         SweepConfig(point="task", base={"page_size": 1}, engine="ray", devices=["cuda:1"])

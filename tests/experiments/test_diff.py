@@ -121,6 +121,8 @@ def test_runs_without_a_point_in_common_are_no_success(tmp_path: Path) -> None:
     for other in (b, saved(tmp_path)):
         with pytest.raises(ValueError, match="no point in common"):
             compare_runs(a, other)
+    with pytest.raises(ValueError, match="no point in common"):
+        compare_runs(saved(tmp_path), saved(tmp_path))
     assert set(verdicts(a, a).values()) == {"within noise"}
 
 

@@ -61,6 +61,7 @@ def test_a_row_has_every_column_and_its_latency() -> None:
         ({"status": "ok", "error": math.nan}, "'wrong', not 'ok'"),
         ({"status": None}, "unknown status None"),
         ({"status": "ok", "batch_size": 1.5}, "batch_size must be a whole number from 0 on, got 1.5"),
+        ({"status": "ok", "num_pages": 2**63}, "num_pages must be a whole number"),  # no Int64
         ({"status": "ok", "num_pages": math.nan}, "num_pages must be a whole number"),
         ({"status": "ok", "p50_ms": "1", **PLACE}, "p50_ms must be a number from 0 on, got '1'"),
         ({"status": "ok", "latency": replace(LATENCY, p10_ms=1.1), **PLACE}, "must be in order, got [1.1, 1.0, 1.2]"),
@@ -159,9 +160,16 @@ def test_all_that_is_wrong_with_a_run_is_named(tmp_path: Path) -> None:
     (path / "measurements.csv").write_text("edited")
     with pytest.raises(ValueError, match=r"config.yaml is missing, measurements.csv has changed"):
         load_run(path)
-    (path / "manifest.json").write_text('{"schema_version": 1')
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
-        load_run(path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name, wrong in (("schema_version", "2"), ("files", []), ("experiment", None), ("environment", {})):
+        rest = {key: value for key, value in manifest.items() if key != name}
+        (path / "manifest.json").write_text(json.dumps(rest if wrong is None else rest | {name: wrong}))
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+            load_run(path)
+    for damaged in (b'{"schema_version": 1', b"\xff\xfe"):
+        (path / "manifest.json").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+            load_run(path)
 
 
 def test_a_newer_schema_is_refused_an_older_one_says_what_it_lacks(tmp_path: Path) -> None:

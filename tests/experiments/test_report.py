@@ -87,3 +87,9 @@ def test_a_kernel_that_dies_is_an_error(tmp_path: Path) -> None:
         execute(story, {}, tmp_path, quiet=True)
     assert (tmp_path / "notebook.ipynb").exists()
     assert not (tmp_path / "report.html").exists()
+
+
+def test_braces_in_a_path_are_no_parameters(tmp_path: Path) -> None:
+    (folder := tmp_path / "{rows} {").mkdir()
+    assert execute(notebook(folder, "print('rows', rows)"), {"rows": 5}, folder, quiet=True) == folder / "report.html"
+    assert "rows 5" in (folder / "report.html").read_text()

@@ -53,6 +53,8 @@ def meet(point: Fate, device: torch.device) -> dict[str, Any]:
         time.sleep(60)
     if point.fate == "no memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB")
+    if point.fate == "no host memory":
+        torch.empty(1 << 50)
     if point.fate == "error":
         raise KeyError("user_id")
     if point.fate == "interrupt":
@@ -94,12 +96,17 @@ def test_impossible_sweeps_are_refused(tmp_path: Path) -> None:
         sweep_of(grid={"day": [datetime.date(2026, 1, 1)]})  # as YAML reads it
     with pytest.raises(ValueError, match=r"model.heads varies, but model is 3; make it a mapping"):
         expand(sweep_of(base={"model": 3}, grid={"model.heads": [1]}))
-    with pytest.raises(ValueError, match=r"sweep.modules 'no_such_module': No module named .*PYTHONPATH"):
+    with pytest.raises(ValueError, match=r"sweep.modules 'no_such_module' .*PYTHONPATH\?\): .*No module named"):
         run_sweep(sweep_of(modules=["no_such_module"]), tmp_path)
     with pytest.raises(ValidationError, match="a varies twice"):
         sweep_of(grid={"a": [1]}, zipped=[{"a": [1]}])
     with pytest.raises(ValueError, match="'size > 1': name 'size' is not defined; known: page_size"):
         expand(sweep_of(grid={"page_size": [1]}, where=["size > 1"]))
+    for condition in ("page_size", "page_size + 1", "1", "True"):  # labels of points they are not
+        with pytest.raises(ValueError, match="it is neither true nor false of a point; known: page_size"):
+            expand(sweep_of(grid={"page_size": [0, 1]}, where=[condition]))
+    with pytest.raises(ValueError, match="no point of the sweep is left"):
+        expand(sweep_of(grid={"page_size": []}, where=["page_size > 1"]))
     with pytest.raises(ValueError, match="no point of the sweep is left"):
         expand(sweep_of(grid={"page_size": [1]}, where=["page_size > 1"]))
     with pytest.raises(ValueError, match="unknown kind of point 'fat'; did you mean 'fate'"):
@@ -108,27 +115,52 @@ def test_impossible_sweeps_are_refused(tmp_path: Path) -> None:
         run_sweep(sweep_of(grid={"page_sizes": [2]}), tmp_path)
     with pytest.raises(ValueError, match="device 'cuda:77' asked for"):
         run_sweep(sweep_of(devices=["cuda:77"]), tmp_path, quiet=True)
+    for size in (-1, 2**63):  # no row could say what became of it
+        with pytest.raises(ValueError, match="page_size must be a whole number from 0 on, got"):
+            run_sweep(sweep_of(grid={"page_size": [1, size]}), tmp_path, quiet=True)
+    with pytest.raises(ValidationError, match="less than or equal to 10000000"):
+        sweep_of(seconds_per_point=1e300)  # no clock waits so long
+    assert not list(tmp_path.iterdir())
 
 
-FATES = ["good", "crash", "hang", "no memory", "error", "refused", "interrupt", "no row", "no number", "good"]
+def test_a_module_that_fails_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "fails_here.py").write_text("\n1 / 0\n")
+    (tmp_path / "cannot_be_read.py").write_text("\ndeff x\n")
+    for module, told in (
+        ("fails_here", r"ZeroDivisionError: .* \(fails_here.py, line 2\)"),
+        ("cannot_be_read", r"SyntaxError: .*\(cannot_be_read.py, line 2\)"),
+        ("../elsewhere", "TypeError: "),
+    ):
+        with pytest.raises(ValueError, match=f"sweep.modules '{module}' .*{told}"):
+            plan(sweep_of(modules=[module]), None)
+
+
+FATES = ["good", "crash", "hang", "no memory", "error", "refused", "interrupt", "no row", "no number"]
+FATES += ["no host memory", "good"]
 
 
 def test_whatever_happens_to_a_point_is_its_row(tmp_path: Path) -> None:
-    sweep = sweep_of(zipped=[{"fate": FATES, "page_size": list(range(10))}], seconds_per_point=4)
+    sweep = sweep_of(zipped=[{"fate": FATES, "page_size": list(range(11))}], seconds_per_point=4)
     rows = run_sweep(sweep, tmp_path, quiet=True)
-    assert list(rows["page_size"]) == list(range(10))
+    assert list(rows["page_size"]) == list(range(11))
     died = ["failed", "timed out", "out of memory", "failed", "refused"]
-    assert list(rows["status"]) == ["ok", *died, "failed", "failed", "failed", "ok"]
-    *reasons, last = rows["reason"].dropna()
-    assert "object object" in last and reasons == [
-        "its process died: SIGSEGV(-11)",
-        "no answer within 4 s",
-        "CUDA out of memory. Tried to allocate 1 TiB",
-        "KeyError: 'user_id'",
-        "it wants to",
-        "KeyboardInterrupt: ",
-        "TypeError: recexp.experiments.record.row() argument after ** must be a mapping, not NoneType",
-    ]
+    assert list(rows["status"]) == ["ok", *died, *["failed"] * 3, "out of memory", "ok"]
+    *reasons, number, memory = rows["reason"].dropna()
+    assert (
+        "object object" in number
+        and "can't allocate memory" in memory
+        and reasons
+        == [
+            "its process died: SIGSEGV(-11)",
+            "no answer within 4 s",
+            "CUDA out of memory. Tried to allocate 1 TiB",
+            "KeyError: 'user_id'",
+            "it wants to",
+            "KeyboardInterrupt: ",
+            "TypeError: recexp.experiments.record.row() argument after ** must be a mapping, not NoneType",
+        ]
+    )
     assert set(rows["device_id"]) == {"cpu"} and rows["device"].str.contains("cpu|CPU").all()
     entries = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
     assert [entry["point"]["fate"] for entry in entries] == FATES
