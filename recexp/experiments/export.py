@@ -118,7 +118,7 @@ def plot_ways(frame: pd.DataFrame, title: str) -> Plot:
     figure = Plot(10, 1.2 + 0.26 * names.nunique())
     for axes, (batch_size, rows) in zip(figure.panels(len(batches)), batches, strict=True):
         p10, p50, p90 = (floats(rows[c]) for c in ("p10_ms", "p50_ms", "p90_ms"))
-        bars = axes.barh(names[rows.index], p50, color=rows["way"].map(colours), xerr=[p50 - p10, p90 - p50])
+        bars = axes.barh(names[rows.index], p50, color=rows["way"].map(colours), xerr=np.stack([p50 - p10, p90 - p50]))
         axes.bar_label(bars, [digits(x) if x > 0 else "" for x in p50], padding=3)
         for name in names[rows.index][np.isnan(p50)]:
             axes.text(0, name, " wrong", va="center")

@@ -175,7 +175,7 @@ def _draw_latency(figure: Plot, axes: Axes, frame: pd.DataFrame, x: str, varying
         at, p10, p50, p90 = (floats(timed[column]) for column in (x, "p10_ms", "p50_ms", "p90_ms"))
         if len(timed):
             line = ("-", "--", ":")[i // len(PALETTE) % 3]
-            axes.errorbar(at, p50, [p50 - p10, p90 - p50], label=name, color=colour, ls=line, marker=marker)
+            axes.errorbar(at, p50, np.stack([p50 - p10, p90 - p50]), label=name, color=colour, ls=line, marker=marker)
         for point in zip(at, p50, strict=True) if len(groups) <= 4 else ():
             figure.beside(axes, digits(point[1]), point, colour)
         for status, some in lost.groupby("status"):

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def plot_rates(points: pd.DataFrame, title: str) -> Plot:
         for tier, colour, label in (("mixed", PALETTE[0], "cached"), ("none", PALETTE[1], "uncached")):
             some = rows[rows["tier"] == tier]
             p10, p50, p90, p99 = (floats(some[column]) for column in ("p10_ms", "p50_ms", "p90_ms", "p99_ms"))
-            spread, what = [p50 - p10, p90 - p50], f"{label}, median, p10 to p90"
+            spread, what = np.stack([p50 - p10, p90 - p50]), f"{label}, median, p10 to p90"
             axes.errorbar(some["rate"], p50, spread, color=colour, marker="os"[tier == "none"], label=what)
             axes.plot(some["rate"], p99, ":", marker="^v"[tier == "none"], color=colour, label=f"{label}, p99")
             lost = [f" ({share:.0%} lost)" if share else "" for share in some["lost_share"]]
