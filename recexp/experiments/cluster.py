@@ -9,24 +9,27 @@ from contextlib import contextmanager
 from typing import Any
 
 from recexp.config import SweepConfig
-from recexp.experiments.workers import Worker
+from recexp.experiments.workers import START_SECONDS, Worker
 
 
 class RemoteWorker:
     """A ``Worker`` where Ray placed it. RuntimeError when its machine is lost or its device is not to be had."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, pretended: bool, packed: bytes, seconds: float, num_threads: int) -> None:
         import ray
 
         self._ray: Any = ray
         actor: Any = ray.remote(num_gpus=1, num_cpus=0, max_restarts=0)(_Actor)
-        self._actor = actor.remote(*arguments)
+        self._actor = actor.remote(pretended, packed, seconds, num_threads)
+        self._limit = seconds + 2 * START_SECONDS  # somebody else may take the device first
 
     def run(self, values: dict[str, Any]) -> dict[str, Any]:
         """The answer of ``Worker.run``."""
         try:
-            answer: dict[str, Any] = self._ray.get(self._actor.run.remote(values))
+            answer: dict[str, Any] = self._ray.get(self._actor.run.remote(values), timeout=self._limit)
             return answer
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise RuntimeError(f"a device of the cluster is not to be had within {self._limit:g} s") from error
         except self._ray.exceptions.RayActorError as error:
             raise RuntimeError(f"a device of the cluster is lost: {error}") from error
 

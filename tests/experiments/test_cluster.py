@@ -15,8 +15,9 @@ import torch
 
 from recexp.config import SweepConfig
 from recexp.config.base import Strict
+from recexp.experiments import cluster
 from recexp.experiments.record import row
-from recexp.experiments.sweep import register_point, run_sweep
+from recexp.experiments.sweep import points, register_point, run_sweep
 
 pytest.importorskip("ray", reason="needs Ray: the extra cluster")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -65,6 +66,14 @@ def test_a_cluster_that_cannot_be_used_is_told(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(ray, "cluster_resources", lambda known=known: {"GPU": known})
         with pytest.raises(RuntimeError, match=told):
             run_sweep(sweep, tmp_path, quiet=True)
+
+
+def test_a_device_that_somebody_else_takes_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "START_SECONDS", 0.25)
+    arguments = (cloudpickle.dumps(points["task"]), 0.5, 1)
+    missing = pytest.raises(RuntimeError, match="a device of the cluster is not to be had within 1 s")
+    with cluster.ray_workers(SweepConfig(point="task", engine="ray"), ["cpu:0"], *arguments), missing:
+        cluster.RemoteWorker(True, *arguments).run({"page_size": 1})
 
 
 def test_ray_gives_devices_out_itself() -> None:
