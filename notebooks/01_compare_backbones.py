@@ -160,10 +160,11 @@ scores.pivot_table(index=["task", "model"], columns="metric", values="value", so
 latency = latencies(models, interactions, experiment, quiet)
 run.save(latency)
 for x, other in (("batch_size", "history_pairs"), ("history_pairs", "batch_size")):
-    points = latency[latency[other] == latency[other].max()].drop(columns=["num_tokens", "num_candidates"])
-    title = f"Latency, {experiment.replay.new_pairs} new pairs where cached"
-    picture = plots.plot_latency(points, x, title, panels=True)
-    display(run.figure(picture, f"latency_{x.split('_')[0]}"))
+    if latency[x].nunique() > 1:  # one value makes no line
+        points = latency[latency[other] == latency[other].max()].drop(columns=["num_tokens", "num_candidates"])
+        title = f"Latency, {experiment.replay.new_pairs} new pairs where cached"
+        picture = plots.plot_latency(points, x, title, panels=True)
+        display(run.figure(picture, f"latency_{x.split('_')[0]}"))
 numbers = ["p10_ms", "p50_ms", "p90_ms", "host_p50_ms", "count", "peak_memory_bytes", "tflops", "tflops_share", "error"]
 point = ["backbone", "backend", "mode", "tier", "batch_size", "history_pairs", "status"]
 plots.table(latency[[*point, *numbers, "reason"]])
