@@ -20,19 +20,22 @@ MEANING += ["max_history_pairs", "window_hop", "context"]
 
 
 def save(model: nn.Module, config: ModelConfig, folder: str | Path) -> Path:
-    """Write both files; the weights last and whole, so that a folder that has them is complete."""
+    """Write both files: beside the old ones first, which a failure leaves as they are; the weights take their place
+    last, so that a folder that has them is complete."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / WEIGHTS).unlink(missing_ok=True)  # never old weights beside a new configuration
-    (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
-    part = folder / f".{WEIGHTS}.{os.getpid()}"
+    weights, settings = (folder / f".{name}.{os.getpid()}" for name in (WEIGHTS, CONFIG))
     try:
-        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}, part)
-        os.replace(part, folder / WEIGHTS)
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}, weights)
+        settings.write_text(config.to_yaml(), encoding="utf-8")
+        (folder / WEIGHTS).unlink(missing_ok=True)  # never old weights beside a new configuration
+        os.replace(settings, folder / CONFIG)
+        os.replace(weights, folder / WEIGHTS)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"{folder / WEIGHTS} could not be written: {error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        for part in (weights, settings):
+            part.unlink(missing_ok=True)
     return folder / WEIGHTS
 
 

@@ -76,16 +76,22 @@ def test_absent_and_damaged_files(tmp_path: Path) -> None:
         RankingModel.load(tmp_path)
 
 
-def test_a_failed_save_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model().save(tmp_path)
+@pytest.mark.parametrize("step", ["save_file", "os.replace"])
+def test_a_failed_save_leaves_what_was_there(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or, in the moment of taking its place, no weights; never those of one configuration beside another."""
+    (old := model()).save(tmp_path)
 
     def full(*args: object) -> None:
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr("recexp.checkpoint.save_file", full)
+    monkeypatch.setattr(f"recexp.checkpoint.{step}", full)
     with pytest.raises(OSError, match=r"model.safetensors could not be written: .*No space left"):
         model(hidden_size=32).save(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+    if step == "os.replace":
+        assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+    else:
+        assert {p.name for p in tmp_path.iterdir()} == {"config.yaml", "model.safetensors"}
+        assert torch.equal(RankingModel.load(tmp_path).head.mlp[0].weight, old.head.mlp[0].weight)
 
 
 def test_another_dtype_is_converted_only_when_asked(tmp_path: Path) -> None:
