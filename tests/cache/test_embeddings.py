@@ -223,6 +223,30 @@ def test_where_unknown_keys_are_an_error_so_are_those_out_of_range() -> None:
         assert store.num_keys == 0
 
 
+@pytest.mark.parametrize("engine", ["torch", "fbgemm"])
+@pytest.mark.parametrize("change", ["update", "insert", "erase", "clear"])
+def test_a_change_stopped_halfway_has_a_version_of_its_own(engine: str, change: str) -> None:
+    """Rows may be others already, so nobody may go on with what he made of the old ones; once more mends it."""
+    store = make(engine, {})
+    store.update(on(store, [1, 2]), torch.ones(2, DIM))
+    inner, keys, rows = "_clear" if change == "clear" else "_scatter", on(store, [1, 5]), torch.full((2, DIM), 9.0)
+    given = {"clear": (), "erase": (keys,)}.get(change, (keys, rows))
+    whole, version = getattr(store, inner), store.version
+
+    def stop(*given: Tensor) -> None:
+        whole(*(some[:1] for some in given))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, inner, stop)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(store, change)(*given)
+    assert store.version != version and store.stats().num_known == 2
+    getattr(store, change)(*given)
+    wanted = {"update": [9, 1, 0, 0, 9], "insert": [1, 1, 0, 0, 9], "erase": [0, 1, 0, 0, 0], "clear": [0] * 5}[change]
+    assert everything(store)[1:6, 0].tolist() == wanted
+
+
 def test_no_two_states_of_any_stores_have_the_same_version() -> None:
     stores = [make("torch", {}), make("torch", {}), make("fbgemm", {})]
     seen = [store.version for store in stores]

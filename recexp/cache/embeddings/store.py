@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar, Literal
@@ -113,13 +113,11 @@ class EmbeddingStore:
         self._check_form(keys)
         self._check_ends(_ends(keys))
         if len(keys := keys[self.known[keys]].unique()):
-            self._erase(keys)
-            self._changed(keys, False)
+            self._change(keys, False, self._erase, keys)
 
     def clear(self) -> None:
         """Make every key unknown."""
-        self._clear()
-        self._changed(slice(None), False)
+        self._change(slice(None), False, self._clear)
 
     def stats(self) -> StoreStats:
         """What the store holds and was asked for; waits for the device."""
@@ -166,12 +164,14 @@ class EmbeddingStore:
             order = torch.arange(len(keys), device=self.device)
             keys, rows = distinct, rows[torch.zeros_like(distinct).scatter_reduce_(0, which, order, "amax")]
         if len(keys):
-            self._scatter(keys, rows)
-            self._changed(keys, True)
+            self._change(keys, True, self._scatter, keys, rows)
 
-    def _changed(self, keys: Tensor | slice, known: bool) -> None:
-        self.known[keys] = known
-        self.version = next(_versions)
+    def _change(self, keys: Tensor | slice, known: bool, engine: Callable[..., None], *given: Tensor) -> None:
+        try:
+            engine(*given)
+            self.known[keys] = known
+        finally:  # whoever stopped it: rows may be others already
+            self.version = next(_versions)
 
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, self.dim, dtype=self.dtype, device=self.device)
