@@ -40,6 +40,15 @@ def tables(device: torch.device, experiment: ExperimentConfig) -> dict[str, tupl
     return found
 
 
+def refusal(engine: str, rows: Tensor, device: torch.device, options: Mapping[str, Any]) -> str | None:
+    """Why there is no such store here for rows [num_rows, dim]; None if there is."""
+    try:
+        engines[engine](*rows.shape, device=device, **options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def fill(engine: str, rows: Tensor, device: torch.device, options: Mapping[str, Any]) -> EmbeddingStore:
     """A store of these rows [num_rows, dim], key = row."""
     store = engines[engine](*rows.shape, device=device, **options)
@@ -77,7 +86,7 @@ def lookups(streams: Streams, experiment: ExperimentConfig, device: torch.device
     for table, (engine, options) in tqdm(tables(device, experiment).items(), disable=quiet, unit="table"):
         about: dict[str, Any] = common | {"backend": table}
         own = {"table": table, "engine": table.partition(",")[0], "cache_ratio": options.get("cache_ratio", 1.0)}
-        if reason := engines[engine].missing(device.type):
+        if reason := refusal(engine, rows, device, options):
             points.append(row("refused", reason=reason, **about))
             more.append(own)
             continue
@@ -119,7 +128,7 @@ def through_model(
     own, weight = model.predict(batch), model.sequence.item_embedding.weight.detach().cpu()
     pages, rows = 2 + batch.batch_size * (1 + model.config.max_history_tokens // 16), []
     for table, (engine, options) in tables(device, experiment).items():
-        if engines[engine].missing(device.type):
+        if refusal(engine, weight, device, options):
             continue
         store, cache = fill(engine, weight, device, options), model.make_cache(num_pages=pages, page_size=16)
         model.use_stores({"item": store})

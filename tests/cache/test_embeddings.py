@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recexp.cache.embeddings import EmbeddingStore, StoreStats, engines
 
@@ -93,6 +94,8 @@ def bad_keys(store: EmbeddingStore) -> dict[str, Any]:
         "2-D": on(store, [[1, 2]]),
         "a number": on(store, 1),
         "strided": on(store, [1, 2, 3, 4])[::2],
+        "sparse": on(store, [1, 2]).to_sparse(),
+        "compressed": on(store, [[1, 2]]).to_sparse_csr(),
         "another device": torch.zeros(2, dtype=torch.int64, device="meta"),
         "negative": on(store, [3, -1]),
         "past the end": on(store, [3, NUM_ROWS]),
@@ -116,6 +119,7 @@ def bad_rows(store: EmbeddingStore) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @every_engine
 def test_bad_input_is_the_same_clear_error_and_changes_nothing(engine: str, options: dict[str, Any]) -> None:
     store = make(engine, options)
@@ -175,6 +179,72 @@ def test_unknown_keys_are_an_error_where_asked_for(engine: str, options: dict[st
     store.erase(on(store, [1, 9]))
     with pytest.raises(ValueError, match="key 1 is unknown"):
         store.check_keys(torch.tensor([1]))
+
+
+class Operations(TorchDispatchMode):
+    """The names of those that were dispatched: launches and waits, were it a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("unknown", "checked", "wanted"),
+    [
+        ("zero", True, {"index_select": 1}),
+        ("zero", False, {"index_select": 1, "clamp": 1, "aminmax": 1}),
+        ("error", False, {"index_select": 2, "clamp": 1, "aminmax": 1, "where": 1}),
+    ],
+)
+def test_a_lookup_launches_little_and_waits_once(unknown: str, checked: bool, wanted: dict[str, int]) -> None:
+    """The ends of the keys, looked at on the host, are all that it waits for; unknown keys show in them."""
+    store = make("torch", {}, unknown=unknown)
+    keys = on(store, [1, 5, 1])
+    store.update(keys, torch.arange(3.0 * DIM).view(3, DIM))
+    with Operations() as operations:
+        found = store.lookup(keys, checked=checked)
+    assert {n: operations.names.count(n) for n in operations.names if n not in ("new_empty", "unbind")} == wanted
+    assert found[:, 0].tolist() == [2 * DIM, DIM, 2 * DIM]
+
+
+def test_where_unknown_keys_are_an_error_so_are_those_out_of_range() -> None:
+    """Whether the keys at the ends of the table, which stand in for them, are known or not."""
+    for known in ([], [0], [NUM_ROWS - 1], [0, NUM_ROWS - 1], range(NUM_ROWS)):
+        store = make("torch", {}, unknown="error")
+        store.update(on(store, known), torch.ones(len(known), DIM))
+        for wrong in (-1, NUM_ROWS, -(2**63), 2**63 - 1):
+            with pytest.raises(ValueError, match=f"key {wrong} is out of range"):
+                store.lookup(on(store, [*known, wrong]))
+        assert store.num_keys == 0
+
+
+@pytest.mark.parametrize("engine", ["torch", "fbgemm"])
+@pytest.mark.parametrize("change", ["update", "insert", "erase", "clear"])
+def test_a_change_stopped_halfway_has_a_version_of_its_own(engine: str, change: str) -> None:
+    """Rows may be others already, so nobody may go on with what he made of the old ones; once more mends it."""
+    store = make(engine, {})
+    store.update(on(store, [1, 2]), torch.ones(2, DIM))
+    inner, keys, rows = "_clear" if change == "clear" else "_scatter", on(store, [1, 5]), torch.full((2, DIM), 9.0)
+    given = {"clear": (), "erase": (keys,)}.get(change, (keys, rows))
+    whole, version = getattr(store, inner), store.version
+
+    def stop(*given: Tensor) -> None:
+        whole(*(some[:1] for some in given))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, inner, stop)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(store, change)(*given)
+    assert store.version != version and store.stats().num_known == 2
+    getattr(store, change)(*given)
+    wanted = {"update": [9, 1, 0, 0, 9], "insert": [1, 1, 0, 0, 9], "erase": [0, 1, 0, 0, 0], "clear": [0] * 5}[change]
+    assert everything(store)[1:6, 0].tolist() == wanted
 
 
 def test_no_two_states_of_any_stores_have_the_same_version() -> None:
@@ -270,9 +340,11 @@ def test_many_keys_give_the_rows_that_few_give(dim: int) -> None:
 @pytest.mark.parametrize(
     ("engine", "options", "match"),
     [
-        ("torch", {"num_rows": 0}, "num_rows=0.*sizes are at least 1"),
+        ("torch", {"num_rows": 0}, "num_rows=0.*sizes are whole, from 1 on"),
+        ("torch", {"num_rows": 2.5}, "num_rows=2.5.*sizes are whole"),
+        ("fbgemm", {"dim": 4.0}, "dim=4.0.*sizes are whole"),
         ("torch", {"unknown": "ignore"}, "unknown is zero or error"),
-        ("torch", {"cache_ratio": 0.5}, "cache_ratio is below 1 only where"),
+        ("torch", {"cache_ratio": 0.5}, "cache_ratio is below 1 only beside"),
         ("torch", {"dtype": torch.int32}, "no tables of torch.int32; use torch.float64"),
         ("fbgemm", {"dtype": torch.bfloat16}, "no tables of torch.bfloat16; use torch.float32, torch.float16"),
         ("fbgemm", {"precision": "int2"}, "precision='int2'.*must be None, int8 .* or int4"),
@@ -287,6 +359,22 @@ def test_many_keys_give_the_rows_that_few_give(dim: int) -> None:
 def test_impossible_stores(engine: str, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         engines[engine](**({"num_rows": 4, "dim": 4} | options))
+
+
+@every_engine
+def test_a_store_of_one_row_of_one_number_with_sizes_from_numpy(engine: str, options: dict[str, Any]) -> None:
+    store = make(engine, options, np.int64(1), np.int64(1))
+    store.update(on(store, [0] * 1000), torch.arange(1000.0, device=store.device).view(1000, 1))
+    assert store.lookup(on(store, [0] * 1000)).unique().tolist() == [999]
+    assert type(store.stats().device_bytes) is int
+
+
+@pytest.mark.parametrize("engine", ["torch", "fbgemm"])
+def test_the_device_may_be_left_to_the_machine(engine: str) -> None:
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if reason := engines[engine].missing(kind):
+        pytest.skip(f"engine {engine}: {reason}")
+    assert engines[engine](4, 4, device="auto").device.type == kind
 
 
 def test_an_absent_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

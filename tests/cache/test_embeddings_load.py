@@ -96,12 +96,65 @@ def test_files_that_are_not_whole(key_values: tuple[Path, dict[int, np.ndarray]]
     with pytest.raises(ValueError, match=f"{values.name} has no bytes"):
         load()
     (folder / "item_emb_keys.rank_1.world_size_2").unlink()
-    with pytest.raises(ValueError, match=r"1 files of keys, of \{2\} ranks"):
+    with pytest.raises(ValueError, match=r"1 files of keys, not one of each rank: .rank_0.world_size_2"):
         load()
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        ([".rank_0.world_size_2", ".rank_0.world_size_2.old"], "2 files of keys, not one of each rank"),
+        ([".rank_0.world_size_2", ".rank_3.world_size_2"], "2 files of keys, not one of each rank"),
+        (["", ".rank_0.world_size_2"], "2 files of keys, not one of each rank"),
+        ([".rank_0.world_size_1", ".rank_0.world_size_2", ".rank_1.world_size_2"], "3 files of keys"),
+    ],
+)
+def test_files_of_other_ranks_do_not_stand_in_for_a_missing_one(names: list[str], match: str, tmp_path: Path) -> None:
+    for number, name in enumerate(names):
+        write_pair(tmp_path, name, np.array([number]), np.ones((1, DIM)))
+    with pytest.raises(ValueError, match=match):
+        load_key_values("torch", tmp_path, "item", num_rows=5, dim=DIM, quiet=True)
+
+
+def test_values_without_keys_are_missed(tmp_path: Path) -> None:
+    write_pair(tmp_path, "_a", np.array([1]), np.ones((1, DIM)))
+    assert load_key_values("torch", tmp_path, "item", num_rows=5, dim=DIM, quiet=True).stats().num_known == 1
+    np.ones((1, DIM), np.float32).tofile(tmp_path / "item_emb_values_b")
+    with pytest.raises(ValueError, match="item_emb_values_b has no keys"):
+        load_key_values("torch", tmp_path, "item", num_rows=5, dim=DIM, quiet=True)
+
+
+@pytest.mark.parametrize("table", ["it[e]m", "a_emb_keys", "*"])
+def test_the_name_of_a_table_is_no_pattern(table: str, tmp_path: Path) -> None:
+    for name in (table, "other"):
+        np.array([len(name)]).tofile(tmp_path / f"{name}_emb_keys")
+        np.full((1, DIM), len(name), np.float32).tofile(tmp_path / f"{name}_emb_values")
+    store = load_key_values("torch", tmp_path, table, num_rows=20, dim=DIM, quiet=True)
+    assert store.known.nonzero().flatten().tolist() == [len(table)]
+    assert store.lookup(torch.tensor([len(table)]))[0, 0] == len(table)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("kind", ["keys", "values"])
+def test_files_cut_short_while_they_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pair(tmp_path, "", np.arange(10), np.ones((10, DIM)))
+    read = np.fromfile
+
+    def cut_and_read(*args, **options):
+        if options["offset"]:  # the second chunk
+            (tmp_path / f"item_emb_{kind}").write_bytes(b"")
+        return read(*args, **options)
+
+    monkeypatch.setattr(np, "fromfile", cut_and_read)
+    with pytest.raises(ValueError, match="item_emb_values: cut short while it was read; load it again"):
+        load_key_values("torch", tmp_path, "item", num_rows=20, dim=DIM, quiet=True)
 
 
 def test_safetensors_files_that_are_not_whole(tmp_path: Path) -> None:
     path, table = make_model().save(tmp_path), "sequence.item_embedding.weight"
+    for absent in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ValueError, match=f"{absent} does not hold '{table}'.*No such .*; it has nothing"):
+            load_safetensors("torch", absent, table)
     with pytest.raises(ValueError, match=f"does not hold 'items' as a whole.* it has .*{table}"):
         load_safetensors("torch", path, "items")
     with pytest.raises(ValueError, match=r"does not hold 'sequence.item_mlp.bias'"):  # not 2-D

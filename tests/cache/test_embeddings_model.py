@@ -163,6 +163,15 @@ def test_lookup_features_spreads_rows_in_order(device: str) -> None:
         lookup_features({"x": a}, {"x": torch.tensor([9])}, torch.device(device))
 
 
+@pytest.mark.parametrize("ids", [torch.tensor([1.9]), torch.tensor([True]), torch.tensor([[1, 2]])], ids=str)
+def test_features_have_whole_ids_in_one_row(ids: torch.Tensor) -> None:
+    store = engines["torch"](4, 2)
+    good = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"ids of 'y' are torch\.\w+ \[1.*must be a 1-D tensor of torch.int32 or"):
+        lookup_features({"x": store, "y": store}, {"x": good, "y": ids}, torch.device("cpu"))
+    assert store.num_keys == 0
+
+
 def test_ids_reach_as_far_as_the_store() -> None:
     """So a model with a store needs no table of its own size."""
     large = make_model()

@@ -9,9 +9,18 @@ import pandas as pd
 import pytest
 import torch
 
+from recexp import RankingModel, SequenceBatch
 from recexp.cache.embeddings import engines
 from recexp.data import load_interactions
-from recexp.experiments.embedding_cache import key_streams, lookups, plot_hits, plot_lookups, static_hits, tables
+from recexp.experiments.embedding_cache import (
+    key_streams,
+    lookups,
+    plot_hits,
+    plot_lookups,
+    static_hits,
+    tables,
+    through_model,
+)
 from recexp.experiments.record import load_run
 from recexp.experiments.run import load_experiment, run_experiment
 
@@ -97,6 +106,19 @@ def test_an_engine_that_returns_other_rows_gets_no_time(monkeypatch: pytest.Monk
     frame = lookups(streams, experiment, torch.device("cpu"), quiet=True).set_index("table")
     assert frame.loc["torch", "status"] == "wrong" and pd.isna(frame.loc["torch", "p50_ms"])
     assert frame.loc["fbgemm", "status"] == "ok"
+
+
+def test_a_table_that_rows_do_not_fit_is_shown_with_the_reason() -> None:
+    """int4 takes rows of a multiple of 4 only; the others are measured all the same."""
+    experiment = load_experiment(QUICK, ["embeddings.dim=6", "models.hstu.hidden_size=18"])
+    frame = lookups({"some": torch.arange(8 * 4).view(8, 4)}, experiment, torch.device("cpu"), quiet=True)
+    status = frame.set_index("table")["status"].to_dict()
+    assert status.pop("fbgemm int4") == "refused" and {status[name] for name in PRESENT if name in status} == {"ok"}
+    assert "dim=6" in frame.set_index("table").loc["fbgemm int4", "reason"]
+    batch = SequenceBatch.from_lists([0], [[1, 2]], [[1, 0]], [[5]])
+    model = RankingModel(experiment.models["hstu"])
+    through = through_model(model, batch, experiment, torch.device("cpu"))
+    assert list(through["table"]) == [name for name in PRESENT if name != "fbgemm int4"]
 
 
 def test_hit_rates_are_drawn_or_called_unknown() -> None:

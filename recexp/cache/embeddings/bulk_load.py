@@ -7,7 +7,6 @@ for the new table and one chunk; files are read, not mapped, so that their pages
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def load_safetensors(
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         (count, dim), dtype = header[tensor]["shape"], DTYPES[header[tensor]["dtype"]]
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         what = f"{path} does not hold {tensor!r} as a whole 2-D tensor of floats"
         raise ValueError(f"{what}: {error}; it has {', '.join(header) or 'nothing'}") from error
     part = (None, Path(path), 8 + length + header[tensor]["data_offsets"][0], count)
@@ -52,12 +51,17 @@ def load_key_values(
     Plain binary, a pair a rank (``…rank_0.world_size_2``), as dynamicemb of NVIDIA/recsys-examples writes them. Of a
     key that occurs twice the last row counts. options: the engine's. ValueError that names all that is missing.
     """
-    paths = sorted(Path(folder).glob(f"{table}_emb_keys*"))
-    ranks = {int(found[1]) for path in paths if (found := re.search(r"world_size_(\d+)", path.name))}
-    problems = [] if paths and ranks <= {len(paths)} else [f"{len(paths)} files of keys, of {ranks or 'any'} ranks"]
+    names = sorted(path.name for path in Path(folder).glob("*"))
+    of_keys, of_values = f"{table}_emb_keys", f"{table}_emb_values"
+    ends = [name.removeprefix(of_keys) for name in names if name.startswith(of_keys)]
+    ranks = {f".rank_{rank}.world_size_{len(ends)}" for rank in range(len(ends))}
+    whole = ends and (set(ends) == ranks or not any("world_size" in end for end in ends))
+    problems = [] if whole else [f"{len(ends)} files of keys, not one of each rank: {', '.join(ends) or 'none'}"]
+    alone = (name for name in names if name.startswith(of_values) and name.removeprefix(of_values) not in ends)
+    problems += [f"{name} has no keys" for name in alone]
     parts: list[Part] = []
-    for path in paths:
-        values = path.with_name(path.name.replace("_emb_keys", "_emb_values"))
+    for end in ends:
+        path, values = Path(folder, of_keys + end), Path(folder, of_values + end)
         count, rest = divmod(path.stat().st_size, 8)
         size = values.stat().st_size if values.is_file() else "no"
         if rest or size != 4 * dim * count:
@@ -79,6 +83,8 @@ def _fill(
                 num = min(step, count - first)
                 rows = np.fromfile(values, np.uint8, num * row_bytes, offset=start + first * row_bytes)
                 keys = np.fromfile(path, np.int64, num, offset=8 * first) if path else np.arange(first, first + num)
+                if len(rows) != num * row_bytes or len(keys) != num:
+                    raise ValueError(f"{path or ''} {values}: cut short while it was read; load it again")
                 sent = torch.from_numpy(rows).view(dtype).view(num, dim).to(store.device, store.dtype)
                 store.update(torch.from_numpy(keys).to(store.device), sent)
                 bar.update(num)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,7 +34,7 @@ class EmbeddingStore:
 
     An unknown key has a row of zeros, or is an error with unknown="error". cache_ratio: share of the rows with a place
     in the engine's cache; 1 where it has none. Features, and models, share a table by sharing its store. Every change
-    gives ``version`` a number that no store had before.
+    gives ``version`` a number that no store had before; no other thread may use the store meanwhile.
 
     keys are int64 [N], contiguous; rows [N, dim], contiguous, finite, of the store's dtype and range; both on the
     store's device. Anything else is a ValueError, the same from every engine, and changes nothing.
@@ -53,19 +54,22 @@ class EmbeddingStore:
         unknown: Literal["zero", "error"] = "zero",
         cache_ratio: float = 1.0,
     ) -> None:
-        kind = devices.resolve(str(device)).type
+        device = devices.resolve(str(device))
+        kind = device.type
         if reason := self.missing(kind):
             raise ValueError(f"there is no embedding engine {self.engine!r} for {kind}: {reason}")
         if dtype not in self.dtypes:
             raise ValueError(f"engine {self.engine!r} has no tables of {dtype}; use {', '.join(map(str, self.dtypes))}")
         cached = cache_ratio == 1 or (0 < cache_ratio < 1 and kind in self.cached_on)
-        if min(num_rows, dim) < 1 or unknown not in ("zero", "error") or not cached:
-            rule = "sizes are at least 1, unknown is zero or error, cache_ratio is below 1 only where there is a cache"
+        sizes = all(isinstance(size, Integral) and size > 0 for size in (num_rows, dim))
+        if not sizes or unknown not in ("zero", "error") or not cached:
+            rule = "sizes are whole, from 1 on, unknown is zero or error, cache_ratio is below 1 only beside a cache"
             raise ValueError(f"{num_rows=}, {dim=}, {unknown=}, {cache_ratio=}: {rule}")
-        self.num_rows, self.dim, self.dtype, self.unknown = num_rows, dim, dtype, unknown
-        self.cache_ratio, self.row_bytes, self.largest = cache_ratio, dim * dtype.itemsize, torch.finfo(dtype).max
+        self.num_rows, self.dim, self.dtype, self.unknown = int(num_rows), int(dim), dtype, unknown
+        self.cache_ratio, self.row_bytes, self.largest = cache_ratio, self.dim * dtype.itemsize, torch.finfo(dtype).max
         with torch.inference_mode(False):  # tensors made in that mode could only be changed in it
-            self.known = torch.zeros(num_rows, dtype=torch.bool, device=device)
+            self.known = torch.zeros(self.num_rows, dtype=torch.bool, device=device)
+            self.refused = torch.tensor(-1, device=device)  # stands for an unknown key where those are an error
             self.device, self.num_keys, self.version = self.known.device, 0, next(_versions)
             self.table = self._allocate()
 
@@ -82,9 +86,14 @@ class EmbeddingStore:
             return self._zeros(0)
         if checked:
             rows = self._gather(keys)
-        else:  # a GPU has all of it to do before the host waits, and the engine gets nothing out of range
-            ends, rows = _ends(keys), self._gather(keys.clamp(0, self.num_rows - 1))
-            self._check_values(keys, ends)
+        else:  # a GPU has all of it to do before the host waits, once, and the engine gets nothing out of range
+            asked, inside = keys, keys.clamp(0, self.num_rows - 1)
+            if self.unknown == "error":
+                asked = keys.where(self.known.index_select(0, inside), self.refused)
+            ends, rows = _ends(asked), self._gather(inside)
+            low, high = ends.tolist()
+            if low < 0 or high >= self.num_rows:
+                self.check_keys(keys)  # says which
         self.num_keys += len(keys)
         return rows
 
@@ -104,13 +113,11 @@ class EmbeddingStore:
         self._check_form(keys)
         self._check_ends(_ends(keys))
         if len(keys := keys[self.known[keys]].unique()):
-            self._erase(keys)
-            self._changed(keys, False)
+            self._change(keys, False, self._erase, keys)
 
     def clear(self) -> None:
         """Make every key unknown."""
-        self._clear()
-        self._changed(slice(None), False)
+        self._change(slice(None), False, self._clear)
 
     def stats(self) -> StoreStats:
         """What the store holds and was asked for; waits for the device."""
@@ -120,10 +127,7 @@ class EmbeddingStore:
         """Raise ValueError for keys that ``lookup`` refuses; they may lie on the CPU, where checking waits for nothing
         (unless unknown keys are an error)."""
         self._check_form(keys, from_host=True)
-        self._check_values(keys, _ends(keys))
-
-    def _check_values(self, keys: Tensor, ends: Tensor) -> None:
-        self._check_ends(ends)
+        self._check_ends(_ends(keys))
         if self.unknown == "error" and not bool((known := self.known[keys.to(self.device)]).all()):
             key = int(keys[int((~known).nonzero()[0])])
             raise ValueError(f"key {key} is unknown: insert it first, or make the store with unknown='zero'")
@@ -131,7 +135,7 @@ class EmbeddingStore:
     def _check_form(self, keys: Tensor, from_host: bool = False) -> None:
         is_tensor = isinstance(keys, Tensor)
         if not is_tensor or keys.dtype != torch.int64 or keys.dim() != 1 or not keys.is_contiguous():
-            what = f"{keys.dtype} {list(keys.shape)}, strides {keys.stride()}" if is_tensor else type(keys).__name__
+            what = f"{keys.dtype} {list(keys.shape)}, {keys.layout}" if is_tensor else type(keys).__name__
             raise ValueError(f"keys are {what}: must be a contiguous 1-D tensor of torch.int64")
         if keys.device != self.device and not (from_host and keys.device.type == "cpu"):
             raise ValueError(f"keys lie on {keys.device}, the store on {self.device}: move them there")
@@ -160,12 +164,14 @@ class EmbeddingStore:
             order = torch.arange(len(keys), device=self.device)
             keys, rows = distinct, rows[torch.zeros_like(distinct).scatter_reduce_(0, which, order, "amax")]
         if len(keys):
-            self._scatter(keys, rows)
-            self._changed(keys, True)
+            self._change(keys, True, self._scatter, keys, rows)
 
-    def _changed(self, keys: Tensor | slice, known: bool) -> None:
-        self.known[keys] = known
-        self.version = next(_versions)
+    def _change(self, keys: Tensor | slice, known: bool, engine: Callable[..., None], *given: Tensor) -> None:
+        try:
+            engine(*given)
+            self.known[keys] = known
+        finally:  # whoever stopped it: rows may be others already
+            self.version = next(_versions)
 
     def _zeros(self, count: int) -> Tensor:
         return torch.zeros(count, self.dim, dtype=self.dtype, device=self.device)
@@ -209,10 +215,14 @@ engines: Registry[type[EmbeddingStore]] = Registry("embedding engine")
 def lookup_features(
     stores: Mapping[str, EmbeddingStore], ids: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Rows [N, dim] on device of each feature's ids (integers [N], best on the CPU, where they are looked through).
+    """Rows [N, dim] on device of each feature's ids (int32 or int64 [N], best on the CPU, where they are checked).
 
     A store is asked once for all of its features, and once for every key.
     """
+    for name in stores:
+        if ids[name].dim() != 1 or ids[name].dtype not in (torch.int32, torch.int64):
+            what = f"{ids[name].dtype} {list(ids[name].shape)}"
+            raise ValueError(f"ids of {name!r} are {what}: must be a 1-D tensor of torch.int32 or torch.int64")
     rows: dict[str, Tensor] = {}
     for store in dict.fromkeys(stores.values()):
         names = [name for name in stores if stores[name] is store]
