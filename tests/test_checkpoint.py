@@ -76,8 +76,9 @@ def test_absent_and_damaged_files(tmp_path: Path) -> None:
         RankingModel.load(tmp_path)
 
 
-def test_a_failed_save_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model().save(tmp_path)
+def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = model(seed=5)
+    saved.save(tmp_path)
 
     def full(*args: object) -> None:
         raise SafetensorError("I/O error: No space left on device")
@@ -85,7 +86,11 @@ def test_a_failed_save_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("recexp.checkpoint.save_file", full)
     with pytest.raises(OSError, match=r"model.safetensors could not be written: .*No space left"):
         model(hidden_size=32).save(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "model.safetensors"]
+    assert torch.equal(RankingModel.load(tmp_path).predict(BATCH), saved.predict(BATCH))
+    with pytest.raises(OSError, match="No space left"):
+        saved.save(tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_another_dtype_is_converted_only_when_asked(tmp_path: Path) -> None:
