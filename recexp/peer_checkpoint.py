@@ -69,7 +69,7 @@ def read(folder: str | Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():  # torch.load compares no checksums
-                raise ValueError(f"{damaged} is damaged")
+                raise ValueError(f"{damaged} is damaged, or was saved without its checksum")
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or hostile archive raises is not documented
         raise ValueError(f"{path} is refused: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
