@@ -41,9 +41,11 @@ LAYERS = {"hstu": HSTU, "transformer": TRANSFORMER}
 
 
 def names(config: ModelConfig) -> dict[str, str]:
-    """Peer's name -> ours, of every dense tensor. ValueError for a backbone that this layout does not know."""
+    """Peer's name -> ours, of every dense tensor. ValueError for what this layout has no name for."""
     if config.backbone not in LAYERS:
         raise ValueError(f"the peer layout knows {', '.join(LAYERS)}, not backbone {config.backbone!r}")
+    if taken := [name for name in config.context if name in ("item", "action") or "/" in name]:
+        raise ValueError(f"context features {taken}: the peer layout names tables so, joined by '/'; rename them")
     layer = LAYERS[config.backbone].items()
     out = {f"{LAYER}{i}.{a}": f"backbone.layers.{i}.{b}" for i in range(config.num_layers) for a, b in layer}
     out[f"{PREPROCESSOR}_positional_encoder._position_embeddings_weight"] = "sequence.position_embedding.weight"
@@ -65,6 +67,9 @@ def read(folder: str | Path) -> dict[str, Tensor]:
         why = "is no zip archive: truncated, or not written by torch.save" if path.is_file() else "is missing"
         raise ValueError(f"no checkpoint in the peer layout in {folder}: {path} {why}")
     try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():  # torch.load compares no checksums
+                raise ValueError(f"{damaged} is damaged, or was saved without its checksum")
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what a damaged or hostile archive raises is not documented
         raise ValueError(f"{path} is refused: {(str(error).strip() or repr(error)).splitlines()[0]}") from error

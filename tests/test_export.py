@@ -330,6 +330,10 @@ def test_limits_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     package = Package(trace(model, max_users=2)[1], ExportedRanker(model, "gather"))
     with pytest.raises(ValueError, match="3 users; the package takes 1 to 2"):
         package.predict(batch_of([1, 1, 1], [1, 1, 1]))
+    cache = model.make_cache(num_pages=9, page_size=4)
+    for call in (package.predict, lambda batch: package.predict_cached(batch, cache)):
+        with pytest.raises(ValueError, match="a batch of 0 users; the package takes 1 to 2"):
+            call(batch_of([], []))
     with pytest.raises(ValueError, match="row 1 has 3 candidates; the package takes 2"):
         package.predict(batch_of([1, 1], [1, 3]))
     with pytest.raises(ValueError, match="row 0 has 22 history tokens; the package takes 20"):

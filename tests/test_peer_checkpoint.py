@@ -205,6 +205,25 @@ def test_an_archive_with_half_a_pickle_is_refused(tmp_path: Path) -> None:
         load(model(), tmp_path)
 
 
+def test_a_changed_byte_of_a_weight_is_refused(tmp_path: Path) -> None:
+    target = model()
+    path = save_peer(target, target.config, tmp_path)
+    content, weight = bytearray(path.read_bytes()), target.backbone.layers[0].uvqk.weight.t().contiguous()
+    content[content.index(weight.detach().numpy().tobytes()) + 3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"is refused: .*data/\d+ is damaged, or was saved without its checksum"):
+        load(target, tmp_path)
+
+
+@pytest.mark.parametrize("feature", ["item", "action", "age/day"])
+def test_features_that_the_layout_cannot_name_are_refused(feature: str, tmp_path: Path) -> None:
+    """They would take the place of the item table, or read back as two tables that nobody knows."""
+    target = model(context={"user_id": 3, feature: 4})
+    with pytest.raises(ValueError, match=rf"context features \['{feature}'\]: the peer layout .*; rename them"):
+        save_peer(target, target.config, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_new_weights_reach_every_path(tmp_path: Path) -> None:
     """What was cached or captured with the old weights is not used any more."""
     settings = {"attention_backend": "paged", "max_candidates": 4}

@@ -99,6 +99,8 @@ class Package:
 
     def _histories(self, batch: SequenceBatch) -> tuple[SequenceBatch, list[Any]]:
         config = self.manifest.model
+        if not batch.batch_size:
+            raise ValueError(f"a batch of 0 users; the package takes 1 to {self.manifest.max_users}: skip such a call")
         batch = batch.windowed(config.max_history_pairs, config.window_hop or 1)
         return batch, history_ids(batch, list(config.context))
 
