@@ -313,6 +313,19 @@ def test_what_does_not_fit_is_refused_before_the_package_runs(case: str, monkeyp
     assert not any(table.any() for table in given["tables"])
 
 
+def test_a_refused_request_takes_nobodys_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(context={})
+    monkeypatch.setattr("torch.export.export", lambda *_, **__: None)
+    package = Package(trace(model, 4, max_users=2)[1], ExportedRanker(model, "gather"))
+    cache = model.make_cache(num_pages=6, page_size=4)  # of one user
+    mine, others = (SequenceBatch.from_lists([user], [[1] * 10], [[2] * 10], [[3]]) for user in (0, 1))
+    package.predict_cached(mine, cache)
+    with pytest.raises(ValueError, match="is 50: ids there are 0 to 49"):
+        package.predict_cached(replace(others, candidate_ids=torch.tensor([50])), cache)
+    package.predict_cached(mine, cache)
+    assert cache.statistics()["tokens_reused"].iloc[-1] == 20
+
+
 def test_tables_may_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pool = small(num_layers=2), torch.zeros(3 * TABLE.numel())
     monkeypatch.setattr("torch.export.export", lambda *_, **__: None)

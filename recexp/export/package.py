@@ -91,6 +91,7 @@ class Package:
         """``RankingModel.predict_cached`` by a package with a cache; the cache is the caller's."""
         batch, histories = self._histories(batch)
         users = (batch.user_ids if user_ids is None else user_ids).tolist()
+        self._check_tokens(*_rows(batch, histories), None)  # before others lose their pages to what is refused
         with cache.request(users, histories, weights_version=self.manifest.weights_sha256) as plan:
             for layer in range(len(cache.tables)):  # a package runs all layers at once
                 plan.wait(layer)
