@@ -20,14 +20,14 @@ MEANING += ["max_history_pairs", "window_hop", "context"]
 
 
 def save(model: nn.Module, config: ModelConfig, folder: str | Path) -> Path:
-    """Write both files; the weights last and whole, so that a folder that has them is complete."""
+    """Write both files, weights last and whole: a folder that has them is complete. Rows in stores are not written."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / WEIGHTS).unlink(missing_ok=True)  # never old weights beside a new configuration
-    (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
     part = folder / f".{WEIGHTS}.{os.getpid()}"
     try:
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}, part)
+        (folder / WEIGHTS).unlink(missing_ok=True)  # never old weights beside a new configuration
+        (folder / CONFIG).write_text(config.to_yaml(), encoding="utf-8")
         os.replace(part, folder / WEIGHTS)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(f"{folder / WEIGHTS} could not be written: {error}") from error

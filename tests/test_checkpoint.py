@@ -76,16 +76,22 @@ def test_absent_and_damaged_files(tmp_path: Path) -> None:
         RankingModel.load(tmp_path)
 
 
-def test_a_failed_save_leaves_no_weights_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model().save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def full(*args: object) -> None:
+    def full(*args: object, **options: object) -> None:
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr("recexp.checkpoint.save_file", full)
     with pytest.raises(OSError, match=r"model.safetensors could not be written: .*No space left"):
         model(hidden_size=32).save(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "write_text", full)  # the configuration: never old weights beside half of a new one
+    with pytest.raises(OSError, match="No space left"):
+        model(hidden_size=32).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_another_dtype_is_converted_only_when_asked(tmp_path: Path) -> None:
