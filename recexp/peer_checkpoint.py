@@ -83,7 +83,7 @@ def _plain(name: object, x: object) -> bool:
 def backbone_of(state: dict[str, Tensor]) -> str | None:
     """Whose layers these are; None of neither."""
     for backbone, layer in LAYERS.items():
-        if any(name.startswith(LAYER) and name.split(".", 3)[3] in layer for name in state):
+        if any(name.startswith(LAYER) and name.split(".", 3)[-1] in layer for name in state):
             return backbone
     return None
 
@@ -127,7 +127,9 @@ def save_peer(model: nn.Module, config: ModelConfig, folder: str | Path) -> Path
 
 
 def _tables(config: ModelConfig) -> dict[str, str]:
-    """Table -> our name of its weight."""
+    """Table -> our name of its weight. ValueError for features that this layout cannot tell from other tables."""
+    if wrong := [name for name in config.context if "/" in name or name in ("item", "action")]:
+        raise ValueError(f"context features {wrong}: the peer layout has tables item and action, and no '/' in names")
     context = {name: f"sequence.context_embedding.{i}.weight" for i, name in enumerate(config.context)}
     return {"item": "sequence.item_embedding.weight", "action": "sequence.action_embedding.weight"} | context
 

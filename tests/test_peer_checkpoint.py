@@ -194,6 +194,26 @@ def test_odd_tensors_are_refused_and_nothing_changes(case: str, tmp_path: Path) 
     assert all(torch.equal(x, before[name]) for name, x in target.state_dict().items())
 
 
+def test_a_layer_without_a_tensor_in_a_transformer(tmp_path: Path) -> None:
+    """Which backbone a file holds is asked of every name, in the file's order."""
+    saved = model("transformer")
+    save_peer(saved, saved.config, tmp_path)
+    write(tmp_path, {LAYER: torch.ones(8)} | state_of(tmp_path))
+    with pytest.raises(ValueError, match=rf"\(1 differences\):\n  unknown {LAYER};"):
+        load(model("transformer"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["item", "action", "city/zip"])
+def test_features_that_the_layout_cannot_name(name: str, tmp_path: Path) -> None:
+    """Their rows would lie under a table's own name, or under two names."""
+    saved = model(context={"user_id": 3, name: 20})
+    for call in (save_peer, load_peer_weights):
+        save_peer(model(), model().config, tmp_path / "other")
+        with pytest.raises(ValueError, match=rf"context features \['{name}'\]: the peer layout has tables item"):
+            call(saved, saved.config, tmp_path / "other" if call is load_peer_weights else tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_archive_with_half_a_pickle_is_refused(tmp_path: Path) -> None:
     path = save_peer(model(), model().config, tmp_path)
     with zipfile.ZipFile(path) as archive:
