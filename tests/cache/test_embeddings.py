@@ -177,6 +177,20 @@ def test_unknown_keys_are_an_error_where_asked_for(engine: str, options: dict[st
         store.check_keys(torch.tensor([1]))
 
 
+def test_the_host_waits_once_for_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's values reach the host by these methods only; a lookup of known keys asks for values once."""
+    asked: list[str] = []
+    for name in ("tolist", "item", "__bool__", "__int__", "cpu", "nonzero"):
+        kept = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, kept=kept, name=name: asked.append(name) or kept(x))
+    for unknown in ("zero", "error"):
+        store = make("torch", {}, unknown=unknown)
+        store.update(torch.arange(9), torch.ones(9, DIM))
+        asked.clear()
+        store.lookup(torch.tensor([8, 0, 8]))
+        assert asked == ["tolist"], unknown
+
+
 def test_no_two_states_of_any_stores_have_the_same_version() -> None:
     stores = [make("torch", {}), make("torch", {}), make("fbgemm", {})]
     seen = [store.version for store in stores]

@@ -92,6 +92,11 @@ def test_files_that_are_not_whole(key_values: tuple[Path, dict[int, np.ndarray]]
     values.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match=f"{values.name} has {len(whole) - 1} bytes"):
         load()
+    with pytest.raises(ValueError, match=r"table 'it\[e\]m\*' whole: 0 files"):  # a name, not a pattern
+        load("it[e]m*")
+    (folder / "lost_emb_keys").symlink_to(folder / "nowhere")
+    with pytest.raises(ValueError, match="table 'lost' whole: 0 files"):
+        load("lost")
     values.unlink()
     with pytest.raises(ValueError, match=f"{values.name} has no bytes"):
         load()
@@ -102,6 +107,9 @@ def test_files_that_are_not_whole(key_values: tuple[Path, dict[int, np.ndarray]]
 
 def test_safetensors_files_that_are_not_whole(tmp_path: Path) -> None:
     path, table = make_model().save(tmp_path), "sequence.item_embedding.weight"
+    for absent in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ValueError, match=f"{absent} does not hold '{table}' as a whole.*it has nothing"):
+            load_safetensors("torch", absent, table)
     with pytest.raises(ValueError, match=f"does not hold 'items' as a whole.* it has .*{table}"):
         load_safetensors("torch", path, "items")
     with pytest.raises(ValueError, match=r"does not hold 'sequence.item_mlp.bias'"):  # not 2-D

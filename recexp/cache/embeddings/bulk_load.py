@@ -6,6 +6,7 @@ for the new table and one chunk; files are read, not mapped, so that their pages
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from pathlib import Path
@@ -37,7 +38,7 @@ def load_safetensors(
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         (count, dim), dtype = header[tensor]["shape"], DTYPES[header[tensor]["dtype"]]
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, OSError, ValueError) as error:
         what = f"{path} does not hold {tensor!r} as a whole 2-D tensor of floats"
         raise ValueError(f"{what}: {error}; it has {', '.join(header) or 'nothing'}") from error
     part = (None, Path(path), 8 + length + header[tensor]["data_offsets"][0], count)
@@ -52,7 +53,7 @@ def load_key_values(
     Plain binary, a pair a rank (``…rank_0.world_size_2``), as dynamicemb of NVIDIA/recsys-examples writes them. Of a
     key that occurs twice the last row counts. options: the engine's. ValueError that names all that is missing.
     """
-    paths = sorted(Path(folder).glob(f"{table}_emb_keys*"))
+    paths = sorted(p for p in Path(folder).glob(f"{glob.escape(table)}_emb_keys*") if p.is_file())
     ranks = {int(found[1]) for path in paths if (found := re.search(r"world_size_(\d+)", path.name))}
     problems = [] if paths and ranks <= {len(paths)} else [f"{len(paths)} files of keys, of {ranks or 'any'} ranks"]
     parts: list[Part] = []
