@@ -57,7 +57,7 @@ class KVMetadata:
         """Lay the fields over an int32 buffer; None makes a zeroed one on the host, pinned where CUDA exists."""
         b, b1 = batch_size, batch_size + 1
         sizes = (num_pages, b1, b, b, b1, b1, num_tokens, num_tokens, b, b1)
-        padded = [-(-size // _ALIGN) * _ALIGN for size in sizes]
+        padded = [_padded(size) for size in sizes]
         if buffer is None:
             buffer = torch.zeros(sum(padded), dtype=torch.int32, pin_memory=torch.cuda.is_available())
         return cls(*[part[:size] for part, size in zip(buffer.split(padded), sizes, strict=True)], buffer)  # type: ignore
@@ -164,6 +164,11 @@ class KVMetadata:
         _require("kv_indices", pages, once, "was given before; a page belongs to one user, once")
         for name, (expected, rule) in _layout(self, pages, total, new, seqlens, page_size).items():
             _equal(name, f[name], expected, rule)
+        start = self.buffer.data_ptr()
+        for name in _FIELDS:
+            if len(field := getattr(self, name)) and (field.data_ptr() != start or not field.is_contiguous()):
+                raise ValueError(f"{name} is no view of the buffer, which is what is sent: use build, not replace")
+            start += _padded(len(field)) * field.itemsize
 
 
 _FIELDS = [field.name for field in fields(KVMetadata) if field.name != "buffer"]
@@ -189,6 +194,10 @@ def _layout(like: KVMetadata, pages: Ints, total: Ints, new: Ints, seqlens: Ints
         "batch_indices": (rows, "the user by new_history_offsets, or B behind them"),
         "position": (position, "contiguous up to total_history_lengths; slots of a page in turn behind them"),
     }
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def _sums(lengths: Ints) -> Ints:

@@ -201,7 +201,7 @@ class RankingModel(nn.Module):
     def load(
         cls, folder: str | Path, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> RankingModel:
-        """A model from a checkpoint folder, in its dtype unless one is named; see ``recexp.checkpoint``."""
+        """A model from a checkpoint folder, in float32 or converted to dtype; see ``recexp.checkpoint``."""
         model = cls(checkpoint.load_config_of(folder), device, dtype)
         checkpoint.load_weights(model, model.config, folder, convert=dtype is not None)
         return model

@@ -88,7 +88,7 @@ def _plain(name: object, x: object) -> bool:
 def backbone_of(state: dict[str, Tensor]) -> str | None:
     """Whose layers these are; None of neither."""
     for backbone, layer in LAYERS.items():
-        if any(name.startswith(LAYER) and name.split(".", 3)[3] in layer for name in state):
+        if any(name.startswith(LAYER) and name.split(".", 3)[-1] in layer for name in state):
             return backbone
     return None
 

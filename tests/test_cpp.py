@@ -36,8 +36,8 @@ def batch_of(num_pairs: list[int]) -> SequenceBatch:
     return SequenceBatch.from_lists([5, 6, 7], items, actions, [[1, 2], [], [3, 4, 5]], context)
 
 
-def serve(program: Path, package: Path, calls: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), str(package), str(calls)], capture_output=True, text=True)
+def serve(program: Path, package: Path, calls: Path, *limit: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(program), str(package), str(calls), *limit], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("page_size", [0, 4])
@@ -64,6 +64,21 @@ def test_it_gives_the_saved_logits(
     torch.save(saved, calls)
     done = serve(program, folder / "model.pt2", calls)
     assert done.returncode == 1 and [" WRONG" in line for line in done.stdout.splitlines()] == [False, False, True]
+
+
+def test_no_candidates_and_no_calls(program: Path, exported: Callable[[str, int], Path], tmp_path: Path) -> None:
+    folder, calls = exported("hstu", 0), tmp_path / "calls.pt"
+    package = Package.load(folder / "model.pt2")
+    nobody = SequenceBatch.from_lists([5], [[1]], [[2]], [[]], {"age": [0]})
+    save_calls(package, calls, lambda: package.predict(nobody))
+    done = serve(program, folder / "model.pt2", calls)
+    assert (done.returncode, done.stdout) == (0, "call 1: 0 candidates, relative difference 0\n")
+    for limit in ("none", "1e-5x", "-1", "nan"):
+        done = serve(program, folder / "model.pt2", calls, limit)
+        assert done.returncode == 2 and done.stderr.startswith("usage: ") and not done.stdout
+    torch.save({"tables": [], "calls": []}, calls)  # nothing compared is not all equal
+    done = serve(program, folder / "model.pt2", calls)
+    assert (done.returncode, done.stderr) == (2, f"serve_package: no calls in {calls}\n")
 
 
 def test_what_it_cannot_run_is_an_error(program: Path, exported: Callable[[str, int], Path], tmp_path: Path) -> None:

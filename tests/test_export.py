@@ -109,6 +109,12 @@ def test_visits_continue_the_history_that_the_tables_hold(cached: tuple[RankingM
         assert torch.allclose(mine[1:], theirs[1:], rtol=0, atol=1e-5) and mine[1:].any()
 
 
+def test_a_batch_of_nobody(cached: tuple[RankingModel, Package]) -> None:
+    model, package = cached
+    with pytest.raises(ValueError, match="0 users; the package takes 1 to 32"):
+        package.predict_cached(batch_of([], []), model.make_cache(num_pages=9, page_size=4))
+
+
 def prefix_run(package: Package, row: list[int], cut: int, candidates: int, tables: list[Tensor]) -> Tensor:
     """The last ``candidates`` ids of a row ranked behind a prefix of any length, itself appended by a call before."""
     history, pages = len(row) - candidates, np.arange(1, 8)
@@ -185,6 +191,7 @@ def test_the_manifest_says_what_is_inside(exported: Exported) -> None:
         ({"torch": "2.0.1"}, f"built by torch 2.0.1, this is torch {re.escape(torch.__version__)}"),
         ({"device": "cuda", "capability": "SM90"}, r"built for cuda \(SM90\), not for cpu \(.*\): export the model on"),
         ({"capability": "aarch64 DEFAULT"}, r"built for cpu \(aarch64 DEFAULT\), not for cpu"),
+        ({"device": "xpu"}, r"built for xpu \(.*\), not for c"),
     ],
 )
 def test_a_package_for_another_machine_is_refused(
@@ -193,8 +200,10 @@ def test_a_package_for_another_machine_is_refused(
     manifest = read_manifest(exported("hstu", 0) / "model.pt2").model_copy(update=changes)
     with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:  # the code itself would not get as far as this
         archive.writestr("other/data/x.wrapper_metadata.json", json.dumps({KEY: manifest.model_dump_json()}))
-    with pytest.raises(ValueError, match=message):
-        Package.load(tmp_path / "other.pt2", "cpu")
+    for device in ("cpu", None):
+        if device or not torch.cuda.is_available():
+            with pytest.raises(ValueError, match=message):
+                Package.load(tmp_path / "other.pt2", device)
 
 
 def test_newer_processors_run_what_older_ones_do() -> None:
@@ -216,7 +225,7 @@ def test_files_that_are_no_package(tmp_path: Path) -> None:
             Package.load(tmp_path / "other.pt2")
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"capability": ""}, {"page_size": "many"}])
+@pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"capability": " "}, {"page_size": 0}, {"max_users": 0}])
 def test_a_manifest_that_lies(changes: dict, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.export.export", lambda *_, **__: None)
     text = json.dumps(json.loads(trace(small())[1].model_dump_json()) | changes)
@@ -224,6 +233,60 @@ def test_a_manifest_that_lies(changes: dict, monkeypatch: pytest.MonkeyPatch, tm
         archive.writestr("other/data/x.wrapper_metadata.json", json.dumps({KEY: text}))
     with pytest.raises(ValueError, match=f"cannot be read as a package of recexp .*\n{next(iter(changes))}"):
         Package.load(tmp_path / "other.pt2")
+
+
+def test_an_archive_that_cannot_be_unpacked(exported: Exported, tmp_path: Path) -> None:
+    """Encrypted, packed in an unknown way, or a manifest beyond Python's stack: zipfile and json have errors of many
+    kinds."""
+    whole = (exported("hstu", 0) / "model.pt2").read_bytes()
+    entry = whole.find(b"PK\x01\x02")
+    for place, value in ((8, 1), (10, 99), (10, 14)):  # of the directory's flags and method, and 26 less in the entry
+        content = bytearray(whole)
+        content[entry + place] = content[place - 2] = value
+        (tmp_path / "odd.pt2").write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read as a package"):
+            Package.load(tmp_path / "odd.pt2")
+    with zipfile.ZipFile(tmp_path / "deep.pt2", "w") as archive:
+        archive.writestr("deep/metadata.json", "[" * 100_000)
+    with pytest.raises(ValueError, match="cannot be read as a package"):
+        Package.load(tmp_path / "deep.pt2")
+
+
+def test_a_package_without_its_code(exported: Exported, tmp_path: Path) -> None:
+    with (
+        zipfile.ZipFile(exported("hstu", 0) / "model.pt2") as whole,
+        zipfile.ZipFile(tmp_path / "less.pt2", "w") as less,
+    ):
+        for name in whole.namelist():
+            if not name.endswith(".so"):
+                less.writestr(name, whole.read(name))
+    with pytest.raises(ValueError, match=r"less.pt2 is not whole, export it again: "):
+        Package.load(tmp_path / "less.pt2")
+
+
+def test_limits_that_no_package_can_have() -> None:
+    for limits, message in (
+        ({"page_size": 0}, "page_size\n.*greater than or equal to 1"),
+        ({"max_users": 0}, "max_users\n.*greater than or equal to 1"),
+        ({"max_users": 2**24}, "16777216 users may have 4664066048 tokens, offsets reach to 2147483647"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trace(small(), **limits)
+
+
+def test_another_dtype_is_converted_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[torch.dtype] = []
+
+    def write(model: RankingModel, out: Path, *_: object) -> None:
+        written.append(model.head.mlp[0].weight.dtype)
+        out.touch()
+
+    monkeypatch.setattr("recexp.export.build.export", write)
+    small().double().save(tmp_path / "model")
+    command = ["export", str(tmp_path / "model"), "--out", str(tmp_path / "a.pt2")]
+    message = str(CliRunner().invoke(app, command).exception)
+    assert "is torch.float64, the model's is torch.float32; name a dtype" in message
+    assert CliRunner().invoke(app, [*command, "--dtype", "bfloat16"]).exit_code == 0 and written == [torch.bfloat16]
 
 
 def test_a_damaged_package_is_not_run(exported: Exported, tmp_path: Path) -> None:
@@ -287,6 +350,10 @@ BAD = {
     "candidates": (dict(num_candidates=int32(2, 2)), "new_history_offsets is .0, 2, 4., and by seq_offsets"),
     "no metadata": (dict(metadata=None), "a KV cache: pass tables and metadata"),
     "no tables": (dict(tables=[]), "0 tables"),
+    "table of nothing": (dict(tables=[None]), "the table of layer 0 is NoneType None: needed are"),
+    "table without a size": (dict(tables=[torch.tensor(0.0)]), r"of layer 0 is torch.float32 \[\] on cpu"),
+    "metadata of another kind": (dict(metadata={}), "a KV cache: pass tables and metadata"),
+    "not in the buffer": (dict(metadata=replace(GOOD, kv_indices=int32(4, 5, 6))), "kv_indices is no view of"),
     "layers": (dict(tables=[TABLE, TABLE]), "needed are 1 tables"),
     "page size": (dict(tables=[torch.zeros(9, 2, 8, 2, 16)]), r"of layer 0 is .* 8, 2, 16\]"),
     "table dtype": (dict(tables=[TABLE.double()]), "of layer 0 is torch.float64"),
@@ -310,7 +377,7 @@ def test_what_does_not_fit_is_refused_before_the_package_runs(case: str, monkeyp
     given = inputs_of(**changes)
     with pytest.raises(ValueError, match=message):
         package.run(**given)
-    assert not any(table.any() for table in given["tables"])
+    assert not any(table.any() for table in given["tables"] if table is not None)
 
 
 def test_a_refused_request_takes_nobodys_pages(monkeypatch: pytest.MonkeyPatch) -> None:

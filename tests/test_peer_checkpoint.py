@@ -194,6 +194,15 @@ def test_odd_tensors_are_refused_and_nothing_changes(case: str, tmp_path: Path) 
     assert all(torch.equal(x, before[name]) for name, x in target.state_dict().items())
 
 
+def test_a_layer_without_a_tensor_in_a_transformer(tmp_path: Path) -> None:
+    """Which backbone a file holds is asked of every name, in the file's order."""
+    saved = model("transformer")
+    save_peer(saved, saved.config, tmp_path)
+    write(tmp_path, {LAYER: torch.ones(8)} | state_of(tmp_path))
+    with pytest.raises(ValueError, match=rf"\(1 differences\):\n  unknown {LAYER};"):
+        load(model("transformer"), tmp_path)
+
+
 def test_an_archive_with_half_a_pickle_is_refused(tmp_path: Path) -> None:
     path = save_peer(model(), model().config, tmp_path)
     with zipfile.ZipFile(path) as archive:

@@ -54,22 +54,26 @@ static int run(const std::string& package, const std::string& path, double limit
     const at::Tensor expected = pair[1].toTensor().to(at::kDouble);
     const at::Tensor logits = model.run(inputs).at(0).cpu().to(at::kDouble);
     if (logits.sizes() != expected.sizes()) throw std::runtime_error("the logits have another shape than the saved ones");
-    const double difference = logits.sub(expected).norm().div(expected.norm()).item().toDouble();
-    const bool equal = expected.numel() == 0 || difference <= limit;
+    const bool same = logits.equal(expected);  // also where there is nothing to divide by
+    const double difference = same ? 0 : logits.sub(expected).norm().div(expected.norm()).item().toDouble();
+    const bool equal = difference <= limit;
     std::cout << "call " << ++number << ": " << logits.size(0) << " candidates, relative difference " << difference
               << (equal ? "" : "  WRONG") << '\n';
     failed += !equal;
   }
+  if (number == 0) throw std::runtime_error("no calls in " + path);
   return failed ? 1 : 0;
 }
 
 int main(int argc, char** argv) {
-  if (argc < 3) {
+  char* end = nullptr;
+  const double limit = argc > 3 ? std::strtod(argv[3], &end) : 1e-5;
+  if (argc < 3 || (end && *end) || !(limit >= 0)) {
     std::cerr << "usage: serve_package MODEL.pt2 CALLS.pt [largest relative difference, 1e-5]\n";
     return 2;
   }
   try {
-    return run(argv[1], argv[2], argc > 3 ? std::atof(argv[3]) : 1e-5);
+    return run(argv[1], argv[2], limit);
   } catch (const std::exception& error) {
     std::cerr << "serve_package: " << error.what() << '\n';
     return 2;

@@ -16,6 +16,7 @@ from torch.export import Dim, ExportedProgram
 
 import recexp
 from recexp.config import ModelConfig
+from recexp.config.base import Count
 from recexp.export.ranker import METADATA, ExportedRanker, exportable_backend
 from recexp.metadata import KVMetadata
 from recexp.model import RankingModel
@@ -28,15 +29,15 @@ class Manifest(BaseModel):
     """What a package is, and the machine that it runs on. page_size: None of a package without a cache."""
 
     model: ModelConfig
-    page_size: int | None
-    max_users: int
+    page_size: Count | None
+    max_users: Count
     dtype: Literal["float32", "bfloat16", "float16"]
     attention_backend: str
     weights_sha256: str
     recexp: str
     torch: str
     device: str  # "cpu" or "cuda"
-    capability: str = Field(min_length=1)  # "x86_64 AVX512" or "SM90"
+    capability: str = Field(pattern=r"\S")  # "x86_64 AVX512" or "SM90"
 
     @property
     def max_tokens(self) -> int:
@@ -81,6 +82,8 @@ def trace(model: RankingModel, page_size: int | None = None, max_users: int = 25
         attention_backend=backend, weights_sha256=weights_hash(model), recexp=recexp.__version__,
         torch=torch.__version__, device=weight.device.type, capability=capability(weight.device),
     )  # fmt: skip
+    if (most := manifest.max_tokens) >= 2**31:
+        raise ValueError(f"{max_users} users may have {most} tokens, offsets reach to 2147483647: export for fewer")
     inputs, sizes = _example(manifest, weight)
     with torch.no_grad():
         program = torch.export.export(ExportedRanker(model, backend), inputs, dynamic_shapes=sizes, strict=False)

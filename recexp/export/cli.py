@@ -41,7 +41,7 @@ def convert(
         print(f"wrote {peer_checkpoint.save_peer(model, of, target)}")
         return
     if missing := peer_checkpoint.load_peer_weights(model, of, source, convert=bool(dtype)):
-        print(f"{source} has no tables {', '.join(missing)}: the new checkpoint holds untrained rows for them")
+        print(f"{source} has no tables {', '.join(missing)} of this size: untrained rows are written for them")
     print(f"wrote {model.save(target)}")
 
 
@@ -74,11 +74,11 @@ def export(
     page_size: Annotated[int, typer.Option(min=0, help="With a KV cache of such pages; 0: without one.")] = 0,
     max_users: Annotated[int, typer.Option(min=1, help="The largest batch.")] = 256,
     device: Annotated[str, typer.Option(help="Where the package will run: cpu, cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16: converts the checkpoint.")] = None,
 ) -> None:
     """Compile a checkpoint into an AOTInductor package, which C++ can serve without Python."""
     from recexp.export.build import export as write
     from recexp.model import RankingModel
 
-    write(RankingModel.load(model, device, _dtype(dtype)), out, page_size or None, max_users)
+    write(RankingModel.load(model, device, _dtype(dtype) if dtype else None), out, page_size or None, max_users)
     print(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")

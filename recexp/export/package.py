@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -44,15 +43,18 @@ class Package:
         manifest, here = read_manifest(path), torch.__version__
         if manifest.torch != here:
             raise ValueError(f"{path} was built by torch {manifest.torch}, this is torch {here}: export it again")
-        where = resolve(device or manifest.device)
+        where = resolve(device or ("cpu" if manifest.device == "cpu" else "auto"))
         if where.type != manifest.device or not _runs(manifest.capability, capability(where)):
             raise ValueError(
                 f"{path} was built for {manifest.device} ({manifest.capability}), not for {where.type} "
                 f"({capability(where)}): export the model on such a device"
             )
         index = -1 if where.type == "cpu" else where.index or 0
-        call = torch._inductor.aoti_load_package(str(path), device_index=index)
-        return cls(manifest, call, where if where.type == "cpu" else torch.device("cuda", index))
+        try:
+            call = torch._inductor.aoti_load_package(str(path), device_index=index)
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{path} is not whole, export it again: {str(error).splitlines()[0]}") from error
+        return cls(manifest, call, "cpu" if where.type == "cpu" else torch.device("cuda", index))
 
     def run(
         self, token_ids: Tensor, seq_offsets: Tensor, num_candidates: Tensor, tables: Sequence[Tensor] = (),
@@ -118,21 +120,23 @@ class Package:
 
     def _check_tables(self, tables: Sequence[Tensor], metadata: KVMetadata | None) -> None:
         config, size = self.manifest.model, self.manifest.page_size
-        if size is None or metadata is None:
+        if size is None or not isinstance(metadata, KVMetadata):
             if size is not None or metadata is not None or len(tables):
                 raise ValueError(f"the package has {'a' if size else 'no'} KV cache: pass tables and metadata with one")
             return
-        shape = [len(tables[0]) if len(tables) else 0, 2, size, config.num_heads, config.head_dim]
+        num_pages = max((table.shape[0] for table in tables if isinstance(table, Tensor) and table.ndim), default=0)
+        shape = [num_pages, 2, size, config.num_heads, config.head_dim]
         wanted = f"{config.num_layers} tables {self.dtype} {shape} on {self.device}, contiguous from 16 bytes on"
         for layer, table in enumerate(tables):
-            fits = (list(table.shape), table.dtype, table.device) == (shape, self.dtype, self.device)
+            is_tensor = isinstance(table, Tensor)
+            fits = is_tensor and (list(table.shape), table.dtype, table.device) == (shape, self.dtype, self.device)
             if not fits or not table.is_contiguous() or table.data_ptr() % 16:
-                at = f"on {table.device}, strides {table.stride()}"
-                raise ValueError(f"the table of layer {layer} is {describe(table)} {at}: needed are {wanted}")
+                at = f" on {table.device}, strides {table.stride()}" if is_tensor else ""
+                raise ValueError(f"the table of layer {layer} is {describe(table)}{at}: needed are {wanted}")
         starts = sorted(table.data_ptr() for table in tables)
         if len(tables) != config.num_layers or any(b - a < tables[0].nbytes for a, b in pairwise(starts)):
             raise ValueError(f"{len(tables)} tables, or two in the same memory: needed are {wanted}")
-        metadata.validate(size, len(tables[0]))
+        metadata.validate(size, num_pages)
 
     def _check_tokens(
         self, token_ids: Tensor, seq_offsets: Tensor, num_candidates: Tensor, metadata: KVMetadata | None
@@ -186,7 +190,7 @@ def read_manifest(path: str | Path) -> Manifest:
                     found = json.loads(archive.read(name))
                     if isinstance(found, dict) and KEY in found:
                         return Manifest.model_validate_json(found[KEY])
-    except (OSError, zipfile.BadZipFile, zlib.error, ValueError) as error:
+    except Exception as error:  # what a damaged or hostile archive raises is not documented
         raise ValueError(f"{path} cannot be read as a package of recexp {recexp.__version__}: {error}") from error
     raise ValueError(f"{path} has no manifest: `recexp export` did not write it")
 

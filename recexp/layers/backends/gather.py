@@ -36,23 +36,24 @@ def attend_gather(call: AttentionCall) -> Tensor:
     key = torch.arange(keys.shape[1], device=offsets.device)  # [L]
     written = key < length  # [B, L]; what is not may hold any bits
     last = torch.minimum(length - new + row, length - 1)  # [B, S] position of the last history key that a row sees
-    hidden = (key > last[..., None])[:, None]  # [B, 1, S, L]
-    in_history = row < new  # [B, S]
-    keys, values = (x.masked_fill(~written[..., None, None], 0.0).transpose(1, 2) for x in (keys, values))
-    q, own_key, own_value = (x.transpose(1, 2) for x in (q, own_key, own_value))  # [B, H, S, d]
-    own_key, own_value = (x.masked_fill(in_history[:, None, :, None], 0.0) for x in (own_key, own_value))
+    hidden = key > last[..., None]  # [B, S, L]
+    in_history = (row < new)[..., None]  # [B, S, 1]
+    # Heads first: of [B, 1, S, L], where one head is all, the compiler cannot tell how it lies in memory.
+    keys, values = (x.masked_fill(~written[..., None, None], 0.0).movedim(2, 0) for x in (keys, values))
+    q, own_key, own_value = (x.movedim(2, 0) for x in (q, own_key, own_value))  # [H, B, S, d]
+    own_key, own_value = (x.masked_fill(in_history, 0.0) for x in (own_key, own_value))
     scores = q @ keys.transpose(2, 3) * call.alpha
-    own = (q * own_key).sum(-1, keepdim=True) * call.alpha  # [B, H, S, 1]
+    own = (q * own_key).sum(-1, keepdim=True) * call.alpha  # [H, B, S, 1]
     total: Tensor | float = call.scaling_seqlen
     if call.weighting == "silu":
         weights, own = silu(scores).masked_fill(hidden, 0.0), silu(own)
     else:
-        own = own.masked_fill(in_history[:, None, :, None], -torch.inf)
+        own = own.masked_fill(in_history, -torch.inf)
         scores = scores.masked_fill(hidden, -torch.inf)
         top = torch.maximum(scores.amax(-1, keepdim=True), own)
         weights, own = (scores - top).exp(), (own - top).exp()
         total = weights.sum(-1, keepdim=True) + own
-    out = ((weights @ values + own * own_value) / total).transpose(1, 2)  # [B, S, H, d]
+    out = ((weights @ values + own * own_value) / total).movedim(0, 2)  # [B, S, H, d]
     user = row_users(num_rows, offsets)
     return out[user, torch.arange(num_rows, device=offsets.device) - offsets[user]]
 
