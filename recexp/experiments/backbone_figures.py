@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from recexp.experiments.plots import MARKERS, PALETTE, Plot, cell, digits, floats, logarithmic, style
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, cell, digits, floats, logarithmic, medians, style
 
 
 @style
@@ -112,10 +112,8 @@ def plot_tradeoffs(frame: pd.DataFrame, title: str) -> Plot:
     paths = dict(zip(frame["path"].unique(), ("o", "s", "^", "D"), strict=False))
     for (layer, mine), colour in zip(frame.groupby("layer", sort=False), cycle(PALETTE), strict=False):
         for path, rows in mine[mine["p50_ms"].notna()].groupby("path", sort=False):
-            p10, p50, p90 = (floats(rows[column]) for column in ("p10_ms", "p50_ms", "p90_ms"))
-            left.errorbar(
-                p50, rows["AUC"], xerr=np.stack([p50 - p10, p90 - p50]), marker=paths[path], color=colour, lw=1
-            )
+            p50, spread = medians(rows)
+            left.errorbar(p50, rows["AUC"], xerr=spread, marker=paths[path], color=colour, lw=1)
             for model, *at in zip(rows["model"], p50, rows["AUC"], strict=True):
                 figure.beside(left, f"{model} {digits(at[0])}", (at[0], at[1]), colour)
         sizes = mine.drop_duplicates("model")

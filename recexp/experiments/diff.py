@@ -75,9 +75,12 @@ def plot_diff(found: pd.DataFrame, title: str) -> Plot:
     timed = found[found["change"].notna()]
     keys = telling(timed, KEYS)
     for (verdict, rows), marker in zip(timed.groupby("verdict"), MARKERS, strict=False):
-        noise = [rows["change"] - rows["change_low"], rows["change_high"] - rows["change"]]
+        low, change, high = (floats(rows[column]) for column in ("change_low", "change", "change_high"))
         text, ms = f"{verdict}: {len(rows)} points", rows["p50_ms_a"].astype(float)
-        axes.errorbar(ms, rows["change"], noise, fmt=marker, elinewidth=1, color=COLOURS[str(verdict)], label=text)
+        axes.errorbar(
+            ms, change, np.stack([change - low, high - change]), fmt=marker, elinewidth=1, label=text,
+            color=COLOURS[str(verdict)],
+        )  # fmt: skip
     far = timed[timed["verdict"].isin(["slower", "faster"])]
     far, names = far.loc[np.log(far["change"]).abs().nlargest(12).index], []
     for i, row in enumerate(far.to_dict("records"), 1):
@@ -86,6 +89,7 @@ def plot_diff(found: pd.DataFrame, title: str) -> Plot:
         axes.annotate(str(i), (row["p50_ms_a"], row["change"]), (6, 0), textcoords="offset points", va="center")
     axes.axhline(1, color="black", linewidth=0.8)
     logarithmic(axes.xaxis, floats(timed["p50_ms_a"]), 1)
+    logarithmic(axes.yaxis, floats(timed[["change_low", "change_high"]].stack()), 1)  # half and twice lie as far from 1
     if len(timed):
         figure.legend(loc="outside right center", title="\n".join(names), alignment="left")
     axes.set(xlabel="median in a, ms", ylabel="times slower in b (medians; noise: p10 to p90 of both)")

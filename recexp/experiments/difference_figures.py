@@ -10,7 +10,7 @@ from recexp.experiments.plots import MARKERS, PALETTE, Plot, brief, style
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16")
 COLOURS = dict(zip(DTYPES, ("#000000", *PALETTE[0:4:3], *PALETTE[1:3]), strict=True))
-SHAPES = dict(zip(DTYPES, MARKERS, strict=False))
+MARKS = dict(zip(DTYPES, MARKERS, strict=False))
 
 
 @style
@@ -29,7 +29,7 @@ def plot_verdicts(differences: pd.DataFrame, title: str) -> Plot:
         for dtype in (dtype for dtype in COLOURS if dtype in set(logits["dtype"])):
             some = mine[mine["dtype"] == dtype]
             at, colour = some["pair"].map(pairs.index), COLOURS[dtype]
-            axes.plot(some["at"], at, SHAPES[dtype], color=colour, alpha=0.8, label=dtype)
+            axes.plot(some["at"], at, MARKS[dtype], color=colour, alpha=0.8, label=dtype)
         largest = mine.groupby("pair")["at"].max().reindex(pairs).dropna()
         texts = ["0" if at == edge else "inf" if at == end else f"{at:.2g}" for at in largest]
         axes.secondary_yaxis("right").set_yticks([pairs.index(pair) for pair in largest.index], texts)
@@ -49,7 +49,7 @@ def plot_growth(stream: pd.DataFrame, title: str) -> Plot:
     for axes, model in zip(figure.panels(len(models)), models, strict=True):
         for dtype, line in stream[stream["model"] == model].groupby("dtype", sort=False):
             layers, error, look = line["layer"].astype(int) + 1, line["error"], str(dtype)
-            axes.plot(layers, error, color=COLOURS[look], marker=SHAPES[look], label=dtype)
+            axes.plot(layers, error, color=COLOURS[look], marker=MARKS[look], label=dtype)
             for end in (0, -1):
                 figure.beside(axes, f"{error.iloc[end]:.1e}", (layers.iloc[end], error.iloc[end]), COLOURS[look])
         axes.set(yscale="log", xlabel="layers", title=model)

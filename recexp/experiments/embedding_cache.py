@@ -19,7 +19,7 @@ from recexp.config import ExperimentConfig
 from recexp.data.interactions import Interactions
 from recexp.devices import describe_device
 from recexp.experiments.measure import achieved, ceilings, measure, measure_undisturbed
-from recexp.experiments.plots import MARKERS, PALETTE, Plot, digits, floats, plain, style
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, digits, medians, plain, style
 from recexp.experiments.record import row, to_frame
 from recexp.model import RankingModel
 
@@ -152,9 +152,9 @@ def plot_lookups(frame: pd.DataFrame, streams: Streams, title: str) -> Plot:
     figure, timed = Plot(10, 4.2), frame[frame["status"] == "ok"]
     (left, right), groups = figure.panels(2, sharey=False), timed.groupby("table", sort=False)
     for (table, part), colour, marker in zip(groups, cycle(PALETTE), cycle(MARKERS + "<>h"), strict=False):
-        low, middle, high = (floats(part[name]) for name in ("p10_ms", "p50_ms", "p90_ms"))
+        middle, spread = medians(part)
         at = [list(streams).index(name) for name in part["keys"]]
-        left.errorbar(at, middle, [middle - low, high - middle], label=str(table), color=colour, marker=marker, ls="")
+        left.errorbar(at, middle, spread, label=str(table), color=colour, marker=marker, ls="")
         left.plot(at[:-1], middle[:-1], color=colour)  # the last are of no exponent
         for point in zip(at, middle, strict=True) if len(groups) <= 4 else ():
             figure.beside(left, digits(point[1]), point, colour)
@@ -183,7 +183,7 @@ def plot_hits(static: pd.DataFrame, frame: pd.DataFrame, title: str) -> Plot:
     for (name, part), line in zip(static.groupby("keys", sort=False), cycle(("-", "--", "-.", ":")), strict=False):
         axes.plot(part["cache_ratio"], 100 * part["hit_rate"], color=colours[name], ls=line, label=name)
     caching = frame[(frame["status"] == "ok") & (frame["cache_ratio"] < 1)]
-    for (engine, part), marker in zip(caching.groupby("engine", sort=False), cycle("osD^v"), strict=False):
+    for (engine, part), marker in zip(caching.groupby("engine", sort=False), cycle(MARKERS), strict=False):
         part = part[part["hit_rate"].notna()]
         colour, label = list(part["keys"].map(colours)), f"{engine}{'' if len(part) else ': unknown'}"
         axes.scatter(part["cache_ratio"], 100 * part["hit_rate"], c=colour, marker=marker, label=label)

@@ -18,7 +18,7 @@ from recexp.config import ExperimentConfig, ModelConfig
 from recexp.experiments.compare import difference, equal
 from recexp.experiments.latency import in_dtype, model_columns, other_newest, reference_of
 from recexp.experiments.measure import measure_undisturbed
-from recexp.experiments.plots import PALETTE, Plot, digits, floats, style
+from recexp.experiments.plots import PALETTE, Plot, digits, medians, style
 from recexp.experiments.record import row, to_frame
 from recexp.export.build import Manifest, export
 from recexp.export.package import Package
@@ -117,8 +117,8 @@ def plot_ways(frame: pd.DataFrame, title: str) -> Plot:
     names, batches = frame["backbone"] + ": " + frame["way"], list(frame.groupby("batch_size"))
     figure = Plot(10, 1.2 + 0.26 * names.nunique())
     for axes, (batch_size, rows) in zip(figure.panels(len(batches)), batches, strict=True):
-        p10, p50, p90 = (floats(rows[c]) for c in ("p10_ms", "p50_ms", "p90_ms"))
-        bars = axes.barh(names[rows.index], p50, color=rows["way"].map(colours), xerr=np.stack([p50 - p10, p90 - p50]))
+        p50, spread = medians(rows)
+        bars = axes.barh(names[rows.index], p50, color=rows["way"].map(colours), xerr=spread)
         axes.bar_label(bars, [digits(x) if x > 0 else "" for x in p50], padding=3)
         for name in names[rows.index][np.isnan(p50)]:
             axes.text(0, name, " wrong", va="center")

@@ -66,8 +66,13 @@ class Plot(Figure):
         self.numbers.append(axes.annotate(text, at, (0, 0), **options))
 
     def titled(self, title: str) -> Plot:
-        """Comes last. Numbers at the ends of lines are placed first, and of one x the upper before the lower."""
+        """Comes last, and puts the numbers of ``beside`` into what room is left."""
         self.suptitle("\n".join(wrapped(line, int(13 * self.get_figwidth())) for line in title.split("\n")))
+        self._place_numbers()
+        return self
+
+    def _place_numbers(self) -> None:
+        """Those at the ends of lines first, and of one x the upper before the lower."""
         self.draw_without_rendering()
         for axes in self.axes:
             paths = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
@@ -90,7 +95,6 @@ class Plot(Figure):
                         break
                 else:
                     text.set_visible(False)
-        return self
 
     @style
     def savefig(self, *args: Any, **options: Any) -> None:
@@ -172,10 +176,10 @@ def _draw_latency(figure: Plot, axes: Axes, frame: pd.DataFrame, x: str, varying
         i = order.setdefault(name, len(order))
         colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
         timed, lost = group[group["p50_ms"].notna()], group[group["p50_ms"].isna()]
-        at, p10, p50, p90 = (floats(timed[column]) for column in (x, "p10_ms", "p50_ms", "p90_ms"))
+        at, (p50, spread) = floats(timed[x]), medians(timed)
         if len(timed):
             line = ("-", "--", ":")[i // len(PALETTE) % 3]
-            axes.errorbar(at, p50, np.stack([p50 - p10, p90 - p50]), label=name, color=colour, ls=line, marker=marker)
+            axes.errorbar(at, p50, spread, label=name, color=colour, ls=line, marker=marker)
         for point in zip(at, p50, strict=True) if len(groups) <= 4 else ():
             figure.beside(axes, digits(point[1]), point, colour)
         for status, some in lost.groupby("status"):
@@ -235,6 +239,12 @@ def digits(value: float) -> str:
 
 def floats(column: pd.Series) -> np.ndarray:
     return column.to_numpy(dtype=float, na_value=np.nan)
+
+
+def medians(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Median times [N], and how far p10 and p90 lie from them, [2, N] as error bars take it, in ms."""
+    p10, p50, p90 = (floats(rows[column]) for column in ("p10_ms", "p50_ms", "p90_ms"))
+    return p50, np.stack([p50 - p10, p90 - p50])
 
 
 def plain(axis: Axis) -> None:

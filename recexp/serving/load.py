@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from recexp.batch import SequenceBatch
-from recexp.experiments.plots import MARKERS, PALETTE, Plot, style
+from recexp.experiments.plots import MARKERS, PALETTE, Plot, plain, style
 from recexp.serving.client import Answer, Client
 
 
@@ -85,5 +85,6 @@ def plot_load(frame: pd.DataFrame, title: str) -> Plot:
         colour, marker = ("black", "x") if tier == "lost" else (PALETTE[i], MARKERS[i])
         axes.plot(rows["due_s"], rows["latency_ms"], marker, ms=3, color=colour, label=str(tier))
     axes.set(xlabel="due, s", ylabel="latency, ms, from when a request was due", yscale="log")
+    plain(axes.yaxis)
     figure.key()
     return figure.titled(title)

@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from recexp.config import ExperimentConfig
 from recexp.experiments.compare import LIMITS, difference
 from recexp.experiments.latency import model_columns
 from recexp.experiments.measure import Latency
-from recexp.experiments.plots import PALETTE, Plot, digits, floats, plain, style
+from recexp.experiments.plots import PALETTE, Plot, digits, floats, medians, plain, style
 from recexp.experiments.record import row, to_frame
 from recexp.model import RankingModel
 from recexp.serving.builder import build
@@ -82,8 +81,8 @@ def plot_rates(points: pd.DataFrame, title: str) -> Plot:
     for axes, (name, rows) in zip(figure.panels(len(groups)), groups, strict=True):
         for tier, colour, label in (("mixed", PALETTE[0], "cached"), ("none", PALETTE[1], "uncached")):
             some = rows[rows["tier"] == tier]
-            p10, p50, p90, p99 = (floats(some[column]) for column in ("p10_ms", "p50_ms", "p90_ms", "p99_ms"))
-            spread, what = np.stack([p50 - p10, p90 - p50]), f"{label}, median, p10 to p90"
+            (p50, spread), p99 = medians(some), floats(some["p99_ms"])
+            what = f"{label}, median, p10 to p90"
             axes.errorbar(some["rate"], p50, spread, color=colour, marker="os"[tier == "none"], label=what)
             axes.plot(some["rate"], p99, ":", marker="^v"[tier == "none"], color=colour, label=f"{label}, p99")
             lost = [f" ({share:.0%} lost)" if share else "" for share in some["lost_share"]]
