@@ -15,7 +15,8 @@ import pandas as pd
 from recexp.experiments.plots import MARKERS, PALETTE, Plot, brief, floats, in_words, logarithmic, style, telling
 from recexp.experiments.record import SHAPES, SavedRun, load_run
 
-KEYS = ("backbone", "backend", "dtype", "mode", "tier", *SHAPES)
+OWN = ("table", "keys", "cache_ratio", "rate")  # columns some experiments add that tell their points apart
+KEYS = ("backbone", "backend", "dtype", "mode", "tier", *SHAPES, *OWN)
 SHOWN = ("status", "reason", "device", "p10_ms", "p50_ms", "p90_ms", "tflops_share", "gbps_share", "error")
 FAULTS = ("slower", "lost")
 COLOURS = {"slower": PALETTE[1], "lost": PALETTE[1], "faster": PALETTE[2], "within noise": "#888888"}

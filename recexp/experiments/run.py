@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -92,6 +93,23 @@ def find_above(start: Path, relative: Path) -> Path:
     )
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from running into the same folder until the block ends or this process dies; ValueError
+    if one does already."""
+    import fcntl  # there is none on Windows
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process runs into {folder}; let it end first, or begin anew") from None
+        yield
+    finally:
+        os.close(handle)
+
+
 def run_experiment(
     path: Path,
     overrides: Sequence[str] = (),
@@ -113,8 +131,14 @@ def run_experiment(
         check_data(config, interactions, make_splits(config.data, interactions))
     if config.sweep:
         points_left(config.sweep, resume)
-    with nullcontext() if config.sweep else hold(device_id(str(devices.resolve(config.device)))):
+    with ExitStack() as held:
+        if not config.sweep:
+            held.enter_context(hold(device_id(str(devices.resolve(config.device)))))
+        if resume:  # before its config.yaml is written again
+            held.enter_context(alone(resume))
         run = replace(start_run(config.name, config, results, run_dir=resume, quiet=quiet), owned=True)
+        if not resume:
+            held.enter_context(alone(run.path))
         kept = run.path / "config.yaml"
         try:
             if config.sweep:  # here, where the terminal and Ctrl-C are; the notebook finds it done

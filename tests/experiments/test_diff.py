@@ -99,6 +99,17 @@ def test_backends_and_repeats_tell_points_apart_only_where_they_must(tmp_path: P
     ].tolist() == [2]
 
 
+def test_an_experiments_own_columns_tell_points_apart(tmp_path: Path) -> None:
+    """Rates of load that only one run has are no other rate's repeat."""
+    runs = []
+    for rates in ((25, 50), (50, 100)):
+        run = start_run("serving", {}, tmp_path, quiet=True)
+        run.save(to_frame([timed(1, rate, rate, rate) for rate in rates]).assign(rate=rates))
+        runs.append(load_run(run.finish()))
+    found = compare_runs(*runs).set_index("rate")
+    assert found["verdict"].to_dict() == {25: "only in a", 50: "within noise", 100: "only in b"}
+
+
 def test_a_run_of_version_1_is_compared_by_what_it_has(tmp_path: Path) -> None:
     new = saved(tmp_path, timed(1, 1, 1, 1, cached_tokens=5), timed(2, 1, 1, 1, cached_tokens=5))
     old = SavedRun(new.path, new.manifest, {}, new.measurements.drop(columns=["cached_tokens", "gbps_share"]), ())

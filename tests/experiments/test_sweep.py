@@ -281,6 +281,8 @@ def test_what_is_stopped_or_killed_goes_on(checkout: Path) -> None:
 
     killed = recexp("run", "patience.yaml", "--resume", str(folder))
     worker = int(next_text(Path("pid2"), killed))
+    second = recexp("run", "patience.yaml", "--resume", str(folder))
+    assert f"another process runs into {folder}; let it end first" in second.communicate(timeout=60)[1]
     killed.kill()
     killed.communicate()
     ended = time.monotonic() + 30
