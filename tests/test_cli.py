@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -193,15 +195,17 @@ def test_rerun_repeats_a_run_and_says_what_changed(
 
 
 def test_rerun_of_an_older_schema_says_whose_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where a value is not known any more."""
-    saved = ROOT / "results/gallery/kv_cache/cpu"
-    config = (saved / "config.yaml").read_text()
-    manifest = json.loads((saved / "manifest.json").read_text())
-    if manifest["schema_version"] > 1:
-        pytest.skip("the gallery has no run of schema 1 there any more")
-    assert "dtypes" in config and call(monkeypatch, "rerun", str(saved)) == 2
+    saved = tmp_path / "older"
+    shutil.copytree(ROOT / "results/gallery/embedding_cache/cpu", saved)
+    config, manifest = saved / "config.yaml", json.loads((saved / "manifest.json").read_text())
+    config.write_text(config.read_text() + "dtypes: [float32]\n")
+    stamp = {"bytes": config.stat().st_size, "sha256": hashlib.sha256(config.read_bytes()).hexdigest()}
+    manifest |= {"schema_version": 1, "files": {**manifest["files"], "config.yaml": stamp}}
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    assert call(monkeypatch, "rerun", str(saved)) == 2
     err = capsys.readouterr().err
     assert "unknown key 'dtypes'" in err and f"git revision {manifest['environment']['git_revision']}" in err
 
