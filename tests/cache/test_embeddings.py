@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recexp.cache.embeddings import EmbeddingStore, StoreStats, engines
+from recexp.cache.embeddings import EmbeddingStore, StoreStats, engines, guard
 
 ON_GPU: list[tuple[str, dict[str, Any]]] = [
     ("torch", {}),
@@ -212,15 +212,59 @@ def test_a_lookup_launches_little_and_waits_once(unknown: str, checked: bool, wa
     assert found[:, 0].tolist() == [2 * DIM, DIM, 2 * DIM]
 
 
-def test_where_unknown_keys_are_an_error_so_are_those_out_of_range() -> None:
+@pytest.mark.parametrize("guarded", [False, True], ids=["torch", "triton"])
+def test_where_unknown_keys_are_an_error_so_are_those_out_of_range(guarded: bool) -> None:
     """Whether the keys at the ends of the table, which stand in for them, are known or not."""
     for known in ([], [0], [NUM_ROWS - 1], [0, NUM_ROWS - 1], range(NUM_ROWS)):
         store = make("torch", {}, unknown="error")
+        if guarded:
+            guard_by_kernel(store)
         store.update(on(store, known), torch.ones(len(known), DIM))
         for wrong in (-1, NUM_ROWS, -(2**63), 2**63 - 1):
             with pytest.raises(ValueError, match=f"key {wrong} is out of range"):
                 store.lookup(on(store, [*known, wrong]))
         assert store.num_keys == 0
+
+
+def guard_by_kernel(store: EmbeddingStore) -> None:
+    """The kernel that checks keys on a GPU, on the CPU: under Triton's interpreter."""
+    if not guard.AVAILABLE:
+        pytest.skip("Triton is not installed")
+    store.told = torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("unknown", ["zero", "error"])
+def test_a_kernel_checks_keys(device: str, unknown: str) -> None:
+    """It names the same key as the check on the host, wherever in however many that is; and nothing is left of a
+    refused lookup, not even of one that the engine failed in."""
+    store = make("torch", {"device": device}, unknown=unknown)
+    if device == "cpu":
+        guard_by_kernel(store)
+    assert store.told is not None
+    store.update(on(store, range(50)), torch.ones(50, DIM, device=device).cumsum(0))
+    for count in (1, 511, 513, 2000):
+        keys = torch.arange(count) % 50
+        found = store.lookup(on(store, keys))
+        assert torch.equal(found[:, 0].cpu(), keys + 1.0)
+        wrongs = {-1: "out of range", NUM_ROWS: "out of range", -(2**63): "out of range", 60: "unknown"}
+        for wrong, reason in wrongs.items():
+            for place in {0, count // 2, count - 1}:
+                keys[place] = wrong
+                if wrong == 60 and unknown == "zero":
+                    assert not store.lookup(on(store, keys))[place].any()
+                else:
+                    with pytest.raises(ValueError, match=f"key {wrong} is {reason}"):
+                        store.lookup(on(store, keys))
+                keys[place] = place % 50
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+            patch.setattr(store, "_gather", raise_out_of_memory)
+            store.lookup(on(store, [-1]))
+        assert torch.equal(store.lookup(on(store, keys)), found)
+
+
+def raise_out_of_memory(keys: Tensor) -> Tensor:
+    raise RuntimeError("no memory")
 
 
 @pytest.mark.parametrize("engine", ["torch", "fbgemm"])

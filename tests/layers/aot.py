@@ -1,4 +1,4 @@
-"""Compile the attention kernels for an SM without having it and print registers, stack (spills) and shared memory as
+"""Compile the kernels for an SM without having it and print registers, stack (spills) and shared memory as
 JSON.
 
 A stand-in driver names the target; every launch becomes a compile. usage: python tests/layers/aot.py SM [full]
@@ -65,6 +65,8 @@ JITFunction.run = compile_only
 
 from attention_cases import make_case  # noqa: E402  (after the driver is set)
 
+from recexp.cache.embeddings.gather import gather_rows  # noqa: E402
+from recexp.cache.embeddings.guard import guard_keys  # noqa: E402
 from recexp.layers import HSTULayer, fused  # noqa: E402
 from recexp.layers.backends import gluon  # noqa: E402
 from recexp.layers.backends import triton as plain  # noqa: E402
@@ -109,6 +111,15 @@ def report_layer(page_size: int | None) -> None:
     show(head_dim=128, dtype="bfloat16", weighting="silu", page_size=page_size, splits=1)
 
 
+def report_embeddings() -> None:
+    compiled.clear()
+    keys = torch.arange(70)
+    for must_be_known in (False, True):
+        guard_keys(keys, torch.ones(97, dtype=torch.bool), must_be_known, torch.zeros(1, dtype=torch.int64))
+    gather_rows(torch.zeros(97, 256, dtype=half), keys)
+    show(head_dim=256, dtype="bfloat16", page_size=None)
+
+
 half = torch.bfloat16
 dims, dtypes, weightings, pages, splits = (
     (32, 64, 128, 256),
@@ -126,3 +137,4 @@ else:
 for case in cases + (gluon_cases if SM == 90 and gluon.WHY_NOT is None else []):
     report(*case)
 report_layer(64)
+report_embeddings()

@@ -170,6 +170,7 @@ def test_compiles_without_a_gpu(sm):
     check_compiled(rows)
     compiled = Counter(row["kernel"] for row in rows)
     assert compiled["attention"] >= 1 and compiled["merge_splits"] >= 1
+    assert compiled["look_at_keys"] == 2 and compiled["copy_rows"] == 1
     assert (compiled["attention_sm90"] >= 2) == (sm == 90 and gluon.WHY_NOT is None)
 
 
@@ -191,7 +192,9 @@ def test_compiles_on_every_triton_of_the_range(version, others, tmp_path):
     for sm in (90, *others):
         rows = compile_for(sm, triton_path=tmp_path)
         check_compiled(rows, version)
-        assert {"attention", "merge_splits", "projection"} <= {row["kernel"] for row in rows}
+        assert {"attention", "merge_splits", "projection", "look_at_keys", "copy_rows"} <= {
+            row["kernel"] for row in rows
+        }
     shutil.rmtree(tmp_path)
 
 

@@ -16,7 +16,7 @@ except ImportError:  # macOS, or a build of torch without Triton
 else:
     AVAILABLE = True
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["num_keys"])
     def copy_rows(table, keys, out, num_keys, WORDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
         """out[i] = table[keys[i]]; rows of WORDS int64, of which WIDTH, a power of two, are gone through."""
         row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from recexp import devices
+from recexp.cache.embeddings.guard import guard_keys, make_told, was_told
 from recexp.registry import Registry
 
 _versions = itertools.count()
@@ -70,6 +72,7 @@ class EmbeddingStore:
         with torch.inference_mode(False):  # tensors made in that mode could only be changed in it
             self.known = torch.zeros(self.num_rows, dtype=torch.bool, device=device)
             self.refused = torch.tensor(-1, device=device)  # stands for an unknown key where those are an error
+            self.told = make_told(device)
             self.device, self.num_keys, self.version = self.known.device, 0, next(_versions)
             self.table = self._allocate()
 
@@ -87,12 +90,9 @@ class EmbeddingStore:
         if checked:
             rows = self._gather(keys)
         else:  # a GPU has all of it to do before the host waits, once, and the engine gets nothing out of range
-            asked, inside = keys, keys.clamp(0, self.num_rows - 1)
-            if self.unknown == "error":
-                asked = keys.where(self.known.index_select(0, inside), self.refused)
-            ends, rows = _ends(asked), self._gather(inside)
-            low, high = ends.tolist()
-            if low < 0 or high >= self.num_rows:
+            inside, is_refused = self._look(keys)
+            rows = self._gather(inside)
+            if is_refused():
                 self.check_keys(keys)  # says which
         self.num_keys += len(keys)
         return rows
@@ -132,6 +132,18 @@ class EmbeddingStore:
             key = int(keys[int((~known).nonzero()[0])])
             raise ValueError(f"key {key} is unknown: insert it first, or make the store with unknown='zero'")
 
+    def _look(self, keys: Tensor) -> tuple[Tensor, Callable[[], bool]]:
+        """keys with others, in range, for those that are not, and whether any is refused: asking waits for the device,
+        so last."""
+        if self.told is not None:
+            inside = guard_keys(keys, self.known, self.unknown == "error", self.told)
+            return inside, partial(was_told, keys, self.told)
+        asked, inside = keys, keys.clamp(0, self.num_rows - 1)
+        if self.unknown == "error":
+            asked = keys.where(self.known.index_select(0, inside), self.refused)
+        ends = _ends(asked)
+        return inside, lambda: self._outside(ends) is not None
+
     def _check_form(self, keys: Tensor, from_host: bool = False) -> None:
         is_tensor = isinstance(keys, Tensor)
         if not is_tensor or keys.dtype != torch.int64 or keys.dim() != 1 or not keys.is_contiguous():
@@ -140,10 +152,12 @@ class EmbeddingStore:
         if keys.device != self.device and not (from_host and keys.device.type == "cpu"):
             raise ValueError(f"keys lie on {keys.device}, the store on {self.device}: move them there")
 
-    def _check_ends(self, ends: Tensor) -> None:
+    def _outside(self, ends: Tensor) -> int | None:
         low, high = ends.tolist()
-        if low < 0 or high >= self.num_rows:
-            wrong = low if low < 0 else high
+        return low if low < 0 else high if high >= self.num_rows else None
+
+    def _check_ends(self, ends: Tensor) -> None:
+        if (wrong := self._outside(ends)) is not None:
             raise ValueError(f"key {wrong} is out of range: num_rows is {self.num_rows}, keys are 0 to num_rows - 1")
 
     def _check_rows(self, keys: Tensor, rows: Tensor) -> None:
