@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from recexp.cache.embeddings import EmbeddingStore, engines
-from recexp.cache.embeddings.gather import gather_rows
+from recexp.cache.embeddings.kernels import gather_rows
 from recexp.devices import describe_device, resolve
 from recexp.experiments.measure import ceilings, measure
 

@@ -1,11 +1,13 @@
 """Who may import whom: data flows one way, and what is optional stays optional."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -123,3 +125,14 @@ recexp.RankingModel, recexp.SequenceBatch, recexp.load_config
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+PACKAGES = [path.parent for path in sorted(PACKAGE.rglob("__init__.py"))]
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=[path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGES])
+def test_no_package_hides_a_module_of_its_own(folder: Path) -> None:
+    """A name in its __init__ that is a module's too would be what ``import package.module as m`` gives."""
+    package = importlib.import_module(".".join(folder.relative_to(PACKAGE.parent).parts))
+    names = {path.stem for path in folder.iterdir()} & set(vars(package))
+    assert [name for name in names if not isinstance(getattr(package, name), ModuleType)] == []

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -96,7 +96,7 @@ def find_above(start: Path, relative: Path) -> Path:
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Keep other processes from running into the same folder until the block ends or this process dies; ValueError
-    if one does already."""
+    if one does."""
     import fcntl  # there is none on Windows
 
     handle = os.open(folder, os.O_RDONLY)
@@ -131,25 +131,20 @@ def run_experiment(
         check_data(config, interactions, make_splits(config.data, interactions))
     if config.sweep:
         points_left(config.sweep, resume)
-    with ExitStack() as held:
-        if not config.sweep:
-            held.enter_context(hold(device_id(str(devices.resolve(config.device)))))
-        if resume:  # before its config.yaml is written again
-            held.enter_context(alone(resume))
+    with nullcontext() if config.sweep else hold(device_id(str(devices.resolve(config.device)))):
         run = replace(start_run(config.name, config, results, run_dir=resume, quiet=quiet), owned=True)
-        if not resume:
-            held.enter_context(alone(run.path))
-        kept = run.path / "config.yaml"
-        try:
-            if config.sweep:  # here, where the terminal and Ctrl-C are; the notebook finds it done
-                run_sweep(config.sweep, run.path, quiet)
-            execute(notebook, {"config": str(kept), "run_dir": str(run.path), "quiet": quiet}, run.path, quiet)
-        except BaseException:
-            if config.sweep:
-                again = shlex.join(["recexp", "run", str(kept), "--resume", str(run.path)])
-                print(f"to go on from here: {again}", file=sys.stderr)
-            raise
-    finished = run.finish()
+        with alone(run.path):
+            kept = run.path / "config.yaml"
+            try:
+                if config.sweep:  # here, where the terminal and Ctrl-C are; the notebook finds it done
+                    run_sweep(config.sweep, run.path, quiet)
+                execute(notebook, {"config": str(kept), "run_dir": str(run.path), "quiet": quiet}, run.path, quiet)
+            except BaseException:
+                if config.sweep:
+                    again = shlex.join(["recexp", "run", str(kept), "--resume", str(run.path)])
+                    print(f"to go on from here: {again}", file=sys.stderr)
+                raise
+            finished = run.finish()
     print(f"report: {finished / 'report.html'}")
     return finished
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from recexp.cache.embeddings import EmbeddingStore, StoreStats, engines, guard
+import recexp.cache.embeddings.store as store_module
+from recexp.cache.embeddings import EmbeddingStore, StoreStats, engines, kernels
 
 ON_GPU: list[tuple[str, dict[str, Any]]] = [
     ("torch", {}),
@@ -23,6 +26,8 @@ CASES = [(engine, {"device": "cpu"}) for engine in engines]
 GPU_CASES = [pytest.param(e, {"device": "cuda"} | o, marks=pytest.mark.gpu) for e, o in ON_GPU]
 every_engine = pytest.mark.parametrize(("engine", "options"), [*CASES, *GPU_CASES], ids=str)
 NUM_ROWS, DIM = 97, 8
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
+KERNEL_DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS = 5_000  # of each engine: 10,000 with the two that every machine has
 
 
@@ -193,28 +198,47 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("unknown", "checked", "wanted"),
-    [
-        ("zero", True, {"index_select": 1}),
-        ("zero", False, {"index_select": 1, "clamp": 1, "aminmax": 1}),
-        ("error", False, {"index_select": 2, "clamp": 1, "aminmax": 1, "where": 1}),
-    ],
-)
-def test_a_lookup_launches_little_and_waits_once(unknown: str, checked: bool, wanted: dict[str, int]) -> None:
-    """The ends of the keys, looked at on the host, are all that it waits for; unknown keys show in them."""
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A GPU's, that counts who waits for it."""
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return stream
+
+
+def guard_by_kernel(store: EmbeddingStore) -> None:
+    """Keys on the CPU are checked as on a GPU, by the kernel under Triton's interpreter."""
+    if not kernels.AVAILABLE:
+        pytest.skip("Triton is not installed")
+    store.told = torch.zeros(1, dtype=torch.int64)
+
+
+@interpreted
+@pytest.mark.parametrize("unknown", ["zero", "error"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_lookup_launches_little_and_waits_once(unknown: str, checked: bool, stream: Mock) -> None:
+    """Besides the engine's gather one kernel, and nothing that is computed on the device is copied to the host."""
     store = make("torch", {}, unknown=unknown)
+    guard_by_kernel(store)
     keys = on(store, [1, 5, 1])
     store.update(keys, torch.arange(3.0 * DIM).view(3, DIM))
-    with Operations() as operations:
+    guard = Mock(wraps=store_module.guard_keys)
+    with pytest.MonkeyPatch.context() as patch, Operations() as operations:
+        patch.setattr(store_module, "guard_keys", lambda *given: without_dispatch(guard, *given))
         found = store.lookup(keys, checked=checked)
-    assert {n: operations.names.count(n) for n in operations.names if n not in ("new_empty", "unbind")} == wanted
+    assert operations.names == ["index_select"] + ([] if checked else ["_local_scalar_dense"])  # told, which is pinned
+    assert guard.call_count == stream.synchronize.call_count == (0 if checked else 1)
     assert found[:, 0].tolist() == [2 * DIM, DIM, 2 * DIM]
 
 
-@pytest.mark.parametrize("guarded", [False, True], ids=["torch", "triton"])
-def test_where_unknown_keys_are_an_error_so_are_those_out_of_range(guarded: bool) -> None:
-    """Whether the keys at the ends of the table, which stand in for them, are known or not."""
+def without_dispatch(call: Callable[..., Tensor], *given: Any) -> Tensor:
+    with _disable_current_modes():
+        return call(*given)
+
+
+@pytest.mark.parametrize("guarded", [False, pytest.param(True, marks=interpreted)], ids=["host", "kernel"])
+def test_where_unknown_keys_are_an_error_so_are_those_out_of_range(guarded: bool, stream: Mock) -> None:
+    """Whether the keys at the ends of the table, one of which stands in for them, are known or not."""
     for known in ([], [0], [NUM_ROWS - 1], [0, NUM_ROWS - 1], range(NUM_ROWS)):
         store = make("torch", {}, unknown="error")
         if guarded:
@@ -226,20 +250,14 @@ def test_where_unknown_keys_are_an_error_so_are_those_out_of_range(guarded: bool
         assert store.num_keys == 0
 
 
-def guard_by_kernel(store: EmbeddingStore) -> None:
-    """The kernel that checks keys on a GPU, on the CPU: under Triton's interpreter."""
-    if not guard.AVAILABLE:
-        pytest.skip("Triton is not installed")
-    store.told = torch.zeros(1, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("unknown", ["zero", "error"])
-def test_a_kernel_checks_keys(device: str, unknown: str) -> None:
+def test_a_kernel_checks_keys(device: str, unknown: str, request: pytest.FixtureRequest) -> None:
     """It names the same key as the check on the host, wherever in however many that is; and nothing is left of a
     refused lookup, not even of one that the engine failed in."""
     store = make("torch", {"device": device}, unknown=unknown)
     if device == "cpu":
+        request.getfixturevalue("stream")
         guard_by_kernel(store)
     assert store.told is not None
     store.update(on(store, range(50)), torch.ones(50, DIM, device=device).cumsum(0))
@@ -260,7 +278,7 @@ def test_a_kernel_checks_keys(device: str, unknown: str) -> None:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
             patch.setattr(store, "_gather", raise_out_of_memory)
             store.lookup(on(store, [-1]))
-        assert torch.equal(store.lookup(on(store, keys)), found)
+        assert torch.equal(store.lookup(on(store, keys)), found) and not store.told.any()
 
 
 def raise_out_of_memory(keys: Tensor) -> Tensor:
@@ -346,8 +364,13 @@ def test_stores_take_no_part_in_gradients_or_inference_mode(engine: str) -> None
     assert found[:, 0].tolist() == [0, 2, 3, 4] and not found.requires_grad and not store.table.requires_grad
 
 
-def test_an_engine_is_never_asked_for_a_key_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, asked = make("torch", {}), []
+@pytest.mark.parametrize("guarded", [False, pytest.param(True, marks=interpreted)], ids=["host", "kernel"])
+def test_an_engine_is_never_asked_for_a_key_out_of_range(
+    guarded: bool, stream: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, asked = make("torch", {}), list[int]()
+    if guarded:
+        guard_by_kernel(store)
     monkeypatch.setattr(store, "_gather", lambda keys: asked.extend(keys.tolist()) or store.table[keys])
     for wrong in (-1, NUM_ROWS, -(2**63), 2**63 - 1):
         with pytest.raises(ValueError, match=f"key {wrong} is out of range"):
@@ -355,18 +378,17 @@ def test_an_engine_is_never_asked_for_a_key_out_of_range(monkeypatch: pytest.Mon
     assert set(asked) <= set(range(NUM_ROWS)) and store.num_keys == 0
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize(("dim", "dtype"), [(256, torch.bfloat16), (24, torch.float16), (2, torch.float64)])
 def test_gather_rows(device: str, dim: int, dtype: torch.dtype) -> None:
     """Every bit, NaN or not, for rows whose width is a power of two or not."""
-    kernel = pytest.importorskip("recexp.cache.embeddings.gather")
-    if not kernel.AVAILABLE:
+    if not kernels.AVAILABLE:
         pytest.skip("Triton is not installed")
     random = torch.Generator().manual_seed(0)
     table = torch.randint(-(2**62), 2**62, (301, dim * dtype.itemsize // 8), generator=random).view(dtype).to(device)
     for count in (1, 65, 1000):
         keys = torch.randint(301, (count,), generator=random).to(device)
-        found = kernel.gather_rows(table, keys)
+        found = kernels.gather_rows(table, keys)
         assert found.dtype == dtype and found.shape == (count, dim)
         assert torch.equal(found.view(torch.int64), table.index_select(0, keys).view(torch.int64))
 

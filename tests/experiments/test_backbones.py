@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch import nn
 from recexp import RankingModel, SequenceBatch
 from recexp.config import ModelConfig
 from recexp.data import load_interactions, make_splits
-from recexp.experiments.backbones import check_rule, sizes, summarise
+from recexp.data.interactions import Interactions
+from recexp.data.requests import Requests
+from recexp.experiments.backbones import check_rule, example_tokens, sizes, summarise
 from recexp.experiments.latency import _cached, in_dtype, latencies, requests_of_length
 from recexp.experiments.quality import seed_table
 from recexp.experiments.record import load_run
@@ -226,3 +230,14 @@ def test_too_long_a_history_names_the_longest() -> None:
     assert make_splits(config.data, interactions).test.end.max() == interactions.lengths.max()
     with pytest.raises(ValueError, match=f"the longest history has {interactions.lengths.max()}: lower history_pairs"):
         requests_of_length(interactions, 500, 3, 1)
+
+
+def test_example_tokens_by_hand() -> None:
+    """User b has more candidates; items and ratings appear as in the source, the newest last."""
+    users, items, times = list("aabbbbb"), [7, 8, 9, 7, 8, 5, 6], [1, 2, 5, 4, 3, 6, 7]
+    log = Interactions.from_events("made up", users, items, [1, 1, 1, 2, 1, 2, 2], times, [math.nan, 0.5, 5.0])
+    requests = Requests(np.array([0, 1]), np.array([1, 3]), np.array([2, 5]))
+    assert example_tokens(log, requests, num_pairs=2, num_candidates=1) == [
+        ("item", "item\n7"), ("action", "rated\n5"), ("item", "item\n9"), ("action", "rated\n0.5"),
+        ("candidate", "item\n5?"),
+    ]  # fmt: skip

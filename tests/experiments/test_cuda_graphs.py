@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recexp.experiments.cuda_graphs import cached_request, capture, latencies, make_model
+from recexp.experiments.cuda_graphs import cached_request, capture, latencies, make_model, memory_alone
 from recexp.experiments.graph_figures import padding, plot_launches, plot_memory, sentences
 from recexp.experiments.record import load_run
 from recexp.experiments.run import load_experiment, run_experiment
@@ -80,6 +80,19 @@ def test_padding_by_hand() -> None:
     frame = padding([2, 5, 9], 1, [1, 2]).set_index(["buckets", "spacing"])["padding"]
     assert frame[1, "halving"] == frame[1, "even"] == 1 - 16 / 27
     assert frame[2, "halving"] == 1 - 16 / 19
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_bucket_is_captured_alone_too(device: str) -> None:
+    experiment = load_experiment(QUICK)
+    model = make_model("hstu", experiment, torch.device(device))
+    together = model.make_graphs(experiment.graphs).report()
+    alone = memory_alone(model, experiment)
+    shape = ["batch_size", "num_tokens"]
+    assert sorted(map(tuple, alone[shape].to_numpy())) == sorted(map(tuple, together[shape].to_numpy()))
+    assert model.graphs is None
+    if device == "cuda":
+        assert (alone["memory_bytes"] > 0).all() and alone["memory_bytes"].sum() > together["memory_bytes"].sum()
 
 
 def test_figures_and_words_of_a_gpu_run() -> None:

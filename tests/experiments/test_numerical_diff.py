@@ -14,7 +14,14 @@ import torch
 from recexp import RankingModel
 from recexp.data import load_interactions, make_splits
 from recexp.experiments.compare import difference, equal, trace
-from recexp.experiments.difference_figures import plot_rankings, plot_verdicts, say_growth, say_rankings, say_ways
+from recexp.experiments.difference_figures import (
+    plot_rankings,
+    plot_verdicts,
+    say_growth,
+    say_rankings,
+    say_saved,
+    say_ways,
+)
 from recexp.experiments.numerical_diff import (
     LOGITS,
     Way,
@@ -269,7 +276,12 @@ def test_saved_traces_compare_like_the_runs_they_are_of(small, tmp_path: Path) -
         save_traces(tmp_path / folder, found, {"hstu": identity})
     same = compare_saved(tmp_path / "a", tmp_path / "a")
     assert same["equal"].all() and (same["relative"] == 0).all() and set(same["dtype"]) == set(dtypes)
-    moved = compare_saved(tmp_path / "b", tmp_path / "a").set_index("dtype")
+    moved = compare_saved(tmp_path / "b", tmp_path / "a")
+    zeros = "0.0e+00 in bfloat16, 0.0e+00 in float32, 0.0e+00 in float64"
+    assert say_saved(same, "a") == f"Logits differ from those of a by at most {zeros}, which the rule allows."
+    said = say_saved(moved, "b")
+    assert "of b by" in said and "1.0e-03 in float32" in said and said.endswith(", **more than the rule allows**.")
+    moved = moved.set_index("dtype")
     assert moved.loc[["float64", "bfloat16"], "equal"].all() and not moved.loc["float32", "equal"].any()
     assert moved.loc["float32", "relative"].to_numpy() == pytest.approx(1e-3, rel=1e-3)
     with pytest.raises(ValueError, match="their weights or requests differ"):

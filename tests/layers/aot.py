@@ -1,5 +1,4 @@
-"""Compile the kernels for an SM without having it and print registers, stack (spills) and shared memory as
-JSON.
+"""Compile the kernels for an SM without having it and print registers, stack (spills) and shared memory as JSON.
 
 A stand-in driver names the target; every launch becomes a compile. usage: python tests/layers/aot.py SM [full]
 """
@@ -65,8 +64,7 @@ JITFunction.run = compile_only
 
 from attention_cases import make_case  # noqa: E402  (after the driver is set)
 
-from recexp.cache.embeddings.gather import gather_rows  # noqa: E402
-from recexp.cache.embeddings.guard import guard_keys  # noqa: E402
+from recexp.cache.embeddings.kernels import gather_rows, guard_keys  # noqa: E402
 from recexp.layers import HSTULayer, fused  # noqa: E402
 from recexp.layers.backends import gluon  # noqa: E402
 from recexp.layers.backends import triton as plain  # noqa: E402

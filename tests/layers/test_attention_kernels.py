@@ -192,9 +192,8 @@ def test_compiles_on_every_triton_of_the_range(version, others, tmp_path):
     for sm in (90, *others):
         rows = compile_for(sm, triton_path=tmp_path)
         check_compiled(rows, version)
-        assert {"attention", "merge_splits", "projection", "look_at_keys", "copy_rows"} <= {
-            row["kernel"] for row in rows
-        }
+        kernels = {row["kernel"] for row in rows}
+        assert {"attention", "merge_splits", "projection", "look_at_keys", "copy_rows"} <= kernels
     shutil.rmtree(tmp_path)
 
 

@@ -6,8 +6,8 @@ from recexp.cache.embeddings.nve_store import NveStore
 from recexp.cache.embeddings.store import EmbeddingStore, StoreStats, engines, lookup_features
 from recexp.cache.embeddings.torch_store import TorchStore
 
-for store in (TorchStore, FbgemmStore, NveStore):
-    engines.add(store.engine, store)
+for _store in (TorchStore, FbgemmStore, NveStore):  # `store` is a module
+    engines.add(_store.engine, _store)
 engines.fix()
 
 __all__ = ["EmbeddingStore", "StoreStats", "engines", "load_key_values", "load_safetensors", "lookup_features"]

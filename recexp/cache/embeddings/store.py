@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from numbers import Integral
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recexp import devices
-from recexp.cache.embeddings.guard import guard_keys, make_told, was_told
+from recexp.cache.embeddings.kernels import AVAILABLE, guard_keys
 from recexp.registry import Registry
 
 _versions = itertools.count()
@@ -71,8 +70,8 @@ class EmbeddingStore:
         self.cache_ratio, self.row_bytes, self.largest = cache_ratio, self.dim * dtype.itemsize, torch.finfo(dtype).max
         with torch.inference_mode(False):  # tensors made in that mode could only be changed in it
             self.known = torch.zeros(self.num_rows, dtype=torch.bool, device=device)
-            self.refused = torch.tensor(-1, device=device)  # stands for an unknown key where those are an error
-            self.told = make_told(device)
+            on_gpu = kind == "cuda" and AVAILABLE
+            self.told = torch.zeros(1, dtype=torch.int64).pin_memory() if on_gpu else None  # set where a key is refused
             self.device, self.num_keys, self.version = self.known.device, 0, next(_versions)
             self.table = self._allocate()
 
@@ -89,10 +88,14 @@ class EmbeddingStore:
             return self._zeros(0)
         if checked:
             rows = self._gather(keys)
+        elif self.told is None:
+            self.check_keys(keys)
+            rows = self._gather(keys)
         else:  # a GPU has all of it to do before the host waits, once, and the engine gets nothing out of range
-            inside, is_refused = self._look(keys)
-            rows = self._gather(inside)
-            if is_refused():
+            rows = self._gather(guard_keys(keys, self.known, self.unknown == "error", self.told))
+            torch.cuda.current_stream(self.device).synchronize()
+            if self.told.item():
+                self.told.zero_()
                 self.check_keys(keys)  # says which
         self.num_keys += len(keys)
         return rows
@@ -132,18 +135,6 @@ class EmbeddingStore:
             key = int(keys[int((~known).nonzero()[0])])
             raise ValueError(f"key {key} is unknown: insert it first, or make the store with unknown='zero'")
 
-    def _look(self, keys: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-        """keys with others, in range, for those that are not, and whether any is refused: asking waits for the device,
-        so last."""
-        if self.told is not None:
-            inside = guard_keys(keys, self.known, self.unknown == "error", self.told)
-            return inside, partial(was_told, keys, self.told)
-        asked, inside = keys, keys.clamp(0, self.num_rows - 1)
-        if self.unknown == "error":
-            asked = keys.where(self.known.index_select(0, inside), self.refused)
-        ends = _ends(asked)
-        return inside, lambda: self._outside(ends) is not None
-
     def _check_form(self, keys: Tensor, from_host: bool = False) -> None:
         is_tensor = isinstance(keys, Tensor)
         if not is_tensor or keys.dtype != torch.int64 or keys.dim() != 1 or not keys.is_contiguous():
@@ -152,12 +143,10 @@ class EmbeddingStore:
         if keys.device != self.device and not (from_host and keys.device.type == "cpu"):
             raise ValueError(f"keys lie on {keys.device}, the store on {self.device}: move them there")
 
-    def _outside(self, ends: Tensor) -> int | None:
-        low, high = ends.tolist()
-        return low if low < 0 else high if high >= self.num_rows else None
-
     def _check_ends(self, ends: Tensor) -> None:
-        if (wrong := self._outside(ends)) is not None:
+        low, high = ends.tolist()
+        if low < 0 or high >= self.num_rows:
+            wrong = low if low < 0 else high
             raise ValueError(f"key {wrong} is out of range: num_rows is {self.num_rows}, keys are 0 to num_rows - 1")
 
     def _check_rows(self, keys: Tensor, rows: Tensor) -> None:

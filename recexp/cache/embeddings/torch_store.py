@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recexp.cache.embeddings.gather import AVAILABLE, gather_rows
+from recexp.cache.embeddings.kernels import AVAILABLE, gather_rows
 from recexp.cache.embeddings.store import EmbeddingStore
 
 MANY = 32_768  # keys from which on a kernel's time on a GPU counts for more than a Triton launch's on the host
