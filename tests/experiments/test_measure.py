@@ -64,7 +64,7 @@ def test_time_limit_holds_after_the_fewest_runs() -> None:
     begin = time.perf_counter()
     latency = measure(lambda: time.sleep(0.03), [()], device="cpu", min_runs=3, max_runs=1000, max_seconds=0.05)
     assert latency.count == 3
-    assert time.perf_counter() - begin < 2
+    assert time.perf_counter() - begin < 15  # all runs would take 30
 
 
 @pytest.mark.parametrize(

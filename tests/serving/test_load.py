@@ -28,7 +28,7 @@ def log() -> list:
 
 def test_requests_leave_by_the_clock_and_are_all_answered(hstu, log) -> None:
     model, server = hstu
-    frame = load(server.grpc, log, 100, max_seconds=10)
+    frame = load(server.grpc, log, 100, max_seconds=10, timeout_s=60)
     assert len(frame) == 120 and set(frame["status"]) == {"ok"}
     assert np.allclose(frame["due_s"], np.arange(120) / 100)
     assert (frame["sent_s"] >= frame["due_s"]).all() and (frame["done_s"] > frame["sent_s"]).all()
@@ -40,7 +40,7 @@ def test_requests_leave_by_the_clock_and_are_all_answered(hstu, log) -> None:
     assert found["count"] == 120 and found["lost_share"] == 0
     assert found["answered_per_s"] == 120 / frame["done_s"].max() <= 120 / (119 / 100)
     assert found["p50_ms"] == frame["latency_ms"].median() <= found["p90_ms"] <= found["p99_ms"]
-    uncached = load(server.grpc, log[:20], 100, cache=False)
+    uncached = load(server.grpc, log[:20], 100, cache=False, timeout_s=60)
     assert set(uncached["tier"]) == {"none"}
 
 
@@ -54,15 +54,15 @@ def answered(server: Server) -> float:
 
 
 def test_a_stall_is_in_the_latency_of_every_request_that_was_due_meanwhile(hstu, log) -> None:
-    """The server stops for half a second. Who waits for answers would send one request meanwhile; here all that are due
-    leave, and each one's latency has what was left of the stall."""
+    """The server stops for a second and a half. Who waits for answers would send one request meanwhile; here all that
+    are due leave, and each one's latency has what was left of the stall."""
     _, server = hstu
     before = answered(server)
 
     def stall() -> None:
         wait_until(lambda: answered(server) >= before + 10)
         with stopped(server.process.pid):
-            time.sleep(0.5)
+            time.sleep(1.5)
 
     thread = threading.Thread(target=stall)
     thread.start()
@@ -72,7 +72,7 @@ def test_a_stall_is_in_the_latency_of_every_request_that_was_due_meanwhile(hstu,
     answers = np.sort(frame["done_s"])
     at = int(np.diff(answers).argmax())
     begin, end = answers[at], answers[at + 1]
-    assert end - begin > 0.4
+    assert end - begin > 1.4
     meanwhile = frame[(frame["due_s"] > begin) & (frame["due_s"] < end)]
     assert len(meanwhile) > 10 and (meanwhile["latency_ms"] >= 1e3 * (end - meanwhile["due_s"]) - 1e-6).all()
     assert ((frame["sent_s"] > begin) & (frame["sent_s"] < end)).sum() > 5
@@ -91,7 +91,7 @@ def test_users_are_routed_by_their_id(triton, tmp_path: Path, log) -> None:
     names = ["ranking_0", "ranking_1"]
     model = make_model("transformer")
     with served(model, tmp_path, *names, devices=["cpu", "cpu"], timeout_ms=60_000) as server:
-        frame = load(server.grpc, log, 100, models=names)
+        frame = load(server.grpc, log, 100, models=names, timeout_s=60)
         assert set(frame["status"]) == {"ok"} and (frame["tier"] != "miss").mean() > 0.8
         with Client(server.grpc) as client:
             for user in (700, 701):
