@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -183,8 +185,9 @@ def test_compiles_on_every_triton_of_the_range(version, others, tmp_path):
         if not done.returncode:
             break
     assert not done.returncode, done.stderr
-    for sm in (90, *others):
-        rows = compile_for(sm, triton_path=tmp_path)
+    with ThreadPoolExecutor() as pool:  # each waits for a process
+        compiled = pool.map(partial(compile_for, triton_path=tmp_path), (90, *others))
+    for rows in compiled:
         check_compiled(rows, version)
         kernels = {row["kernel"] for row in rows}
         assert {"attention", "merge_splits", "projection", "look_at_keys", "copy_rows"} <= kernels
